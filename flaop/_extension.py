@@ -1,0 +1,46 @@
+"""Loads the C++ libraries and says what they were built with."""
+
+import json
+from pathlib import Path
+
+import torch
+
+_FOLDER = Path(__file__).parent
+_HOW_TO_BUILD = "run `pip install --no-build-isolation -e .` in flaop's source folder"
+
+
+def _read_build_info() -> dict:
+    path = _FOLDER / "_build.json"
+    if not path.exists() or not (_FOLDER / "_C.so").exists():
+        raise ImportError(f"flaop's compiled extension is missing from {_FOLDER}: {_HOW_TO_BUILD}")
+    return json.loads(path.read_text())
+
+
+def _public(version: str) -> str:
+    """The version without its local part: CPU and CUDA builds of one version are alike to _C."""
+    return str(version).split("+")[0]
+
+
+def _load() -> dict:
+    build = _read_build_info()
+    # Opened against another torch, the library fails with an undefined symbol, or worse.
+    if _public(build["torch"]) != _public(torch.__version__):
+        raise ImportError(
+            f"flaop's compiled extension was built for torch {build['torch']}, and this is torch "
+            f"{torch.__version__}: {_HOW_TO_BUILD}"
+        )
+    torch.ops.load_library(str(_FOLDER / "_C.so"))
+    return build
+
+
+# Facts of the build: torch, compiler, cuda_library, cuda_note.
+BUILD = _load()
+
+try:
+    from flaop import _bindings  # noqa: E402
+except ImportError as error:
+    raise ImportError(
+        f"flaop's bindings were built for another Python version ({error}): {_HOW_TO_BUILD}"
+    ) from error
+
+bindings = _bindings
