@@ -1,0 +1,1 @@
+"""Argument checks, one module per family, called by fake, CPU and CUDA kernels alike."""
