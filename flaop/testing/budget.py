@@ -1,0 +1,174 @@
+"""The chunkwise formula with the roundings a kernel is allowed, to measure what they cost.
+
+16-bit inputs: the operands of all matrix products are rounded to the input dtype, and so are W, U, V'
+and the inverse A; states are rounded to bfloat16 for bfloat16, and to a float16 mantissa with the range
+of float32 for float16. Products accumulate in float32, and everything else (gates, norms, decays, the
+inverse itself, diagonal blocks of 16 tokens, sums of partial gradients) stays in float32. The backward
+is the forward's by autograd, with the same rounding of the operands of its products. float32 and
+float64 inputs are rounded nowhere.
+"""
+
+import torch
+from torch import Tensor
+
+from flaop.testing.oracle import activated_inputs
+
+CHUNK = 64
+BLOCK = 16
+RCP_LN2 = 1.4426950408889634
+# exp2 of it is zero; a gate of -inf would give inf - inf in differences of sums.
+_LEAST_GATE = {torch.float32: -150.0, torch.float64: -1100.0}
+
+
+def chunk_budget_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    chunk_size: int = 64,
+    split_size: int = 0,
+    disable_recompute: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Kimi delta attention on the CPU, rounded as a kernel for these inputs may round.
+
+    Takes the arguments of ``flaop.kda``, with hints ignored, and is differentiable.
+
+    Returns:
+        o in v's dtype and the final state (float32, float64 for float64 inputs), always both.
+    """
+    H, K = q.shape[2:]
+    HV = v.shape[2]
+    scale = K**-0.5 if scale is None else scale
+    dtype, compute = q.dtype, torch.float64 if q.dtype == torch.float64 else torch.float32
+    q, k, g, beta = activated_inputs(
+        *(q, k, g, beta, A_log, dt_bias),
+        *(use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel),
+        *(allow_neg_eigval, lower_bound, compute),
+    )
+    q, k = (x.repeat_interleave(HV // H, dim=2) for x in (q, k))
+    g = (g * RCP_LN2).clamp_min(_LEAST_GATE[compute])
+    tokens = [x.transpose(1, 2) for x in (q, k, v.cpu().to(compute), g, beta.unsqueeze(-1))]
+
+    N = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    if initial_state is None:
+        state = q.new_zeros(N, HV, K, v.shape[3])
+    else:
+        state = initial_state.cpu().to(compute)
+        state = state.mT if state_v_first else state
+
+    if cu_seqlens is None:
+        o, state = _sequence(tokens, state, scale, dtype)
+    else:
+        # Tokens before the first and after the last sequence are zeros.
+        bounds = cu_seqlens.cpu().long().clamp(0, q.shape[1]).cummax(0).values
+        sizes = torch.cat((bounds[:1], bounds.diff(), q.shape[1] - bounds[-1:])).tolist()
+        parts = list(zip(*(x.split(sizes, dim=2) for x in tokens), strict=True))
+        results = [
+            _sequence(part, state[n : n + 1], scale, dtype) for n, part in enumerate(parts[1:-1])
+        ]
+        outputs = [parts[0][2] * 0, *(o for o, _ in results), parts[-1][2] * 0]
+        o, state = torch.cat(outputs, dim=2), torch.cat([s for _, s in results])
+    return o.transpose(1, 2).to(v.dtype), state.mT if state_v_first else state
+
+
+def _sequence(
+    tokens: list[Tensor], state: Tensor, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """One batch of sequences of one length; tokens ``[B, HV, T, D]``, state ``[B, HV, K, V]``."""
+    T = tokens[0].shape[2]
+    if T == 0:
+        return tokens[2], state
+    padded = [torch.nn.functional.pad(x, (0, 0, 0, -T % CHUNK)) for x in tokens]
+    q, k, v, g, beta = (x.unflatten(2, (-1, CHUNK)) for x in padded)
+    G = g.cumsum(3)
+    last = G[:, :, :, -1:]
+
+    A_qk = _pairs(q * scale, k, G, dtype)
+    A_qk = A_qk + torch.diag_embed((q * k).sum(-1) * scale)
+    L = _pairs(beta * k, k, G, dtype)
+    eye = torch.eye(CHUNK, dtype=L.dtype)
+    A = torch.linalg.solve_triangular(eye + L, eye.expand_as(L), upper=False)
+    w = _product(A, beta * k * G.exp2(), dtype)
+    u = _store(_product(A, beta * v, dtype), dtype)
+    qg, kg, decay = q * scale * G.exp2(), k * (last - G).exp2(), last.exp2().mT
+
+    outputs = []
+    for i in range(q.shape[2]):
+        v_new = u[:, :, i] - _product(w[:, :, i], state, dtype)
+        o = _product(qg[:, :, i], state, dtype) + _product(A_qk[:, :, i], v_new, dtype)
+        state = decay[:, :, i] * state + _product(kg[:, :, i].mT, v_new, dtype)
+        outputs.append(o)
+    return torch.cat(outputs, dim=2)[:, :, :T], state
+
+
+def _pairs(x: Tensor, y: Tensor, G: Tensor, dtype: torch.dtype) -> Tensor:
+    """Strictly lower triangular ``[..., 64, 64]`` of x_i . (y_j exp2(G_i - G_j)).
+
+    Blocks of 16 on the diagonal by exact differences, blocks below it through their first row.
+    """
+    later = torch.ones(BLOCK, BLOCK, dtype=torch.bool).tril(-1).unsqueeze(-1)
+    rows = []
+    for start in range(0, CHUNK, BLOCK):
+        block = slice(start, start + BLOCK)
+        x_block, y_block, G_block = x[..., block, :], y[..., block, :], G[..., block, :]
+        difference = G_block.unsqueeze(-2) - G_block.unsqueeze(-3)
+        decay = difference.where(later, -torch.inf).exp2()
+        diagonal = torch.einsum("...ik,...jk,...ijk->...ij", x_block, y_block, decay)
+        first = G_block[..., :1, :]
+        before = _product(
+            x_block * (G_block - first).exp2(),
+            (y[..., :start, :] * (first - G[..., :start, :]).exp2()).mT,
+            dtype,
+        )
+        row = torch.cat((before, diagonal), dim=-1)
+        rows.append(torch.nn.functional.pad(row, (0, CHUNK - row.shape[-1])))
+    return torch.cat(rows, dim=-2)
+
+
+class _Product(torch.autograd.Function):
+    """A matrix product of rounded operands, in the backward too."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+        x, y = _rounded(x, dtype), _rounded(y, dtype)
+        ctx.save_for_backward(x, y)
+        ctx.dtype = dtype
+        return x @ y
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, y = ctx.saved_tensors
+        grad = _rounded(grad, ctx.dtype)
+        return grad @ y.mT, x.mT @ grad, None
+
+
+_product = _Product.apply
+
+
+def _store(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounded in the forward, untouched in the backward."""
+    return x + (_rounded(x, dtype) - x).detach()
+
+
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype == torch.bfloat16:
+        return x.to(dtype).to(x.dtype)
+    if dtype == torch.float16:
+        # float16 keeps 10 of float32's 23 mantissa bits. Its range is left out: states exceed it.
+        return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+    return x
