@@ -1,0 +1,1 @@
+"""The mathematics of each family in plain PyTorch, forward and backward: the CPU kernels."""

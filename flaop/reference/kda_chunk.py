@@ -1,0 +1,223 @@
+"""KDA chunk by chunk. In a chunk with tokens 1..C, entering state S and G_i = g_1 + ... + g_i:
+
+    L_ij = beta_i k_i . (k_j e^(G_i - G_j))  for j < i        what i erases of what j wrote
+    A = (I + L)^-1
+    W = A (beta k e^G),   U = A (beta v)
+    V' = U - W S                                              what the tokens write
+    A_qk_ij = scale q_i . (k_j e^(G_i - G_j))  for j <= i
+    o = scale (q e^G) S + A_qk V'
+    S <- e^(G_C) S + (k e^(G_C - G))^T V'                     the leaving state
+
+Everything but V' and S is computed for a slab of chunks at once; a scan over its chunks carries S.
+The delta rule with channel-wise decay of Kimi Linear, arXiv 2510.26692.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flaop.reference.activation import Activated, activate, activate_backward, compute_dtype
+from flaop.reference.packing import Packing, Slab
+from flaop.reference.pairs import (
+    decay_through,
+    flush,
+    levels,
+    pair_products,
+    pair_products_backward,
+    token_decay,
+    unit_lower_inverse,
+)
+from flaop.reference.states import (
+    final_state,
+    final_state_gradient,
+    initial_state,
+    initial_state_gradient,
+)
+
+CHUNK = 64
+# Elements of a tensor of one slab: a few of them stay in the cache.
+_SLAB = 2**17
+
+
+class _Chunks(NamedTuple):
+    """The inputs of a slab's chunks, M = chunks * HV."""
+
+    q: Tensor  # [M, C, K], scaled
+    k: Tensor  # [M, C, K]
+    v: Tensor  # [M, C, V]
+    decay: Tensor  # [M, C, K], e^g
+    beta: Tensor  # [M, C, 1]
+    erase: Tensor  # [M, C, K], beta k, what the token erases with
+    write: Tensor  # [M, C, V], beta v
+
+
+def forward(call, residuals: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    packing = _packing(call)
+    active = activate(call)
+    S = initial_state(call, packing)
+    o = packing.zeros(call.V, call.v.dtype)
+    A_out = A_qk_out = None
+    if residuals:
+        A_out, A_qk_out = (packing.zeros(CHUNK, call.q.dtype) for _ in range(2))
+    for slab in _slabs(call, packing):
+        x = _chunks(call, active, packing, slab)
+        rows, kg = _rows(x), x.k.clone()
+        A_qk, L = pair_products(rows, kg, x.decay)
+        A_qk.diagonal(dim1=1, dim2=2).copy_((x.q * x.k).sum(-1))
+        A = unit_lower_inverse(L)
+        qg, erase = rows.unbind(2)
+        h, v_new = _scan(slab, flush(A @ erase), A @ x.write, kg, _last(x), S)
+        packing.scatter(torch.baddbmm(A_qk @ v_new, qg, h), slab, o)
+        if residuals:
+            packing.scatter(A, slab, A_out[..., : packing.width])
+            packing.scatter(A_qk, slab, A_qk_out[..., : packing.width])
+    return o, final_state(call, packing, S), A_out, A_qk_out
+
+
+def backward(
+    call,
+    d_o: Tensor | None,
+    d_final_state: Tensor | None,
+    A: Tensor,
+    A_qk: Tensor,
+    grad_mask: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    dtype = compute_dtype(call)
+    packing = _packing(call)
+    active = activate(call)
+    slabs = _slabs(call, packing)
+    A, A_qk = (y[..., : packing.width] for y in (A, A_qk))
+
+    # The forward again, for the states that enter the slabs.
+    S = initial_state(call, packing)
+    entering = []
+    for slab in slabs:
+        entering.append(S[slab.states].clone())
+        x = _chunks(call, active, packing, slab)
+        rows, kg = _rows(x), x.k.clone()
+        decay_through(rows, kg, x.decay)
+        A_slab = packing.gather(A, slab).to(dtype)
+        _scan(slab, flush(A_slab @ rows[:, :, 1]), A_slab @ x.write, kg, _last(x), S)
+
+    dS = final_state_gradient(call, packing, d_final_state)
+    sizes = Activated(call.K, call.K, call.V, call.K, 1)
+    grads = Activated(*(packing.zeros(size, dtype) for size in sizes))
+    for slab in reversed(slabs):
+        S[slab.states] = entering.pop()
+        x = _chunks(call, active, packing, slab)
+        if d_o is None:
+            do = torch.zeros_like(x.v)
+        else:
+            do = packing.gather(d_o, slab).to(dtype)
+        matrices = [packing.gather(y, slab).to(dtype) for y in (A, A_qk)]
+        of_slab = _slab_backward(slab, x, do, *matrices, S, dS)
+        for grad, out in zip(of_slab, grads, strict=True):
+            packing.scatter(grad, slab, out)
+
+    grads = grads._replace(q=grads.q.mul_(call.scale), beta=grads.beta.squeeze(-1))
+    grads = activate_backward(call, active, grads, grad_mask[:7])
+    return *grads, initial_state_gradient(call, packing, dS) if grad_mask[7] else None
+
+
+def _slab_backward(
+    slab: Slab, x: _Chunks, do: Tensor, A: Tensor, A_qk: Tensor, S: Tensor, dS: Tensor
+) -> Activated:
+    """Gradients of the slab's inputs.
+
+    Args:
+        S: the states that enter the slab; overwritten.
+        dS: the gradient of the states that leave it; becomes that of those that enter it.
+    """
+    rows, kg, last = _rows(x), x.k.clone(), _last(x)
+    kept = [
+        level._replace(rows=level.rows.clone(), columns=level.columns.clone())
+        for level in levels(rows, kg, x.decay)
+    ]
+    qg, erase = rows.unbind(2)
+    w = flush(A @ erase)
+    h, v_new = _scan(slab, w, A @ x.write, kg, last, S)
+    dh, dv_new = _reverse_scan(slab, A_qk.mT @ do, w, kg, last, qg.mT @ do, dS)
+
+    # V' = U - W S, U = A (beta v), W = A (beta k e^G).
+    dw = -dv_new @ h.mT
+    d_write, d_erase = A.mT @ dv_new, A.mT @ dw
+    dA = dv_new @ x.write.mT + dw @ erase.mT
+    dL = -A.mT @ dA @ A.mT
+
+    dA_qk = do @ v_new.mT
+    d_rows, dk = torch.stack((do @ h.mT, d_erase), dim=2), v_new @ dh.mT
+    d_last = last * (h * dh).sum(-1).unsqueeze(1)
+    dg = pair_products_backward(torch.stack((dA_qk, dL)), d_rows, dk, d_last, kept)
+
+    # The rows start as q and beta k, each decayed by its own token.
+    dg += x.decay * (d_rows * torch.stack((x.q, x.erase), dim=2)).sum(2)
+    dq, d_erase = (d_rows * x.decay.unsqueeze(2)).unbind(2)
+    diagonal = dA_qk.diagonal(dim1=1, dim2=2).unsqueeze(-1)
+    dq = dq + diagonal * x.k
+    dk += diagonal * x.q + x.beta * d_erase
+    dbeta = (x.k * d_erase).sum(-1, keepdim=True) + (x.v * d_write).sum(-1, keepdim=True)
+    return Activated(dq, dk, x.beta * d_write, dg, dbeta)
+
+
+def _packing(call) -> Packing:
+    return Packing(call.cu_seqlens, call.B, call.T, call.HV, CHUNK)
+
+
+def _slabs(call, packing: Packing) -> list[Slab]:
+    row = call.HV * packing.width * max(call.K, call.V)
+    return packing.slabs(max(_SLAB // row, 1))
+
+
+def _chunks(call, active: Activated, packing: Packing, slab: Slab) -> _Chunks:
+    q, k, v, g = (packing.gather(y, slab) for y in active[:4])
+    beta = packing.gather(active.beta.unsqueeze(-1), slab)
+    return _Chunks(q * call.scale, k, v, token_decay(g), beta, beta * k, beta * v)
+
+
+def _rows(x: _Chunks) -> Tensor:
+    """Queries and erase keys ``[M, C, 2, K]``, each decayed by its own token."""
+    rows = torch.stack((x.q, x.erase), dim=2)
+    return rows.mul_(x.decay.unsqueeze(2))
+
+
+def _last(x: _Chunks) -> Tensor:
+    """The decay ``[M, 1, K]`` over the whole chunk."""
+    return flush(x.decay.prod(1, keepdim=True))
+
+
+def _scan(
+    slab: Slab, w: Tensor, u: Tensor, kg: Tensor, last: Tensor, S: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The states ``[M, K, V]`` that enter the chunks, and V' ``[M, C, V]``.
+
+    ``u`` becomes V', and ``S`` the states that leave the slab.
+    """
+    h = u.new_empty(len(u), *S.shape[1:])
+    last = last.mT
+    for chunk, states in slab.steps:
+        state = S[states]
+        # Store before update: h is the state that enters.
+        h[chunk] = state
+        v_new = u[chunk].baddbmm_(w[chunk], state, alpha=-1)
+        state.mul_(last[chunk]).baddbmm_(kg[chunk].mT, v_new)
+    return h, u
+
+
+def _reverse_scan(
+    slab: Slab, dv: Tensor, w: Tensor, kg: Tensor, last: Tensor, d_read: Tensor, dS: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the states that leave the chunks ``[M, K, V]`` and of V' ``[M, C, V]``.
+
+    ``dv`` holds what reaches V' from its own chunk and becomes all of it. ``d_read [M, K, V]`` is
+    what reaches the entering states from their chunk's outputs.
+    """
+    dh = dv.new_empty(len(dv), *dS.shape[1:])
+    last = last.mT
+    for chunk, states in reversed(slab.steps):
+        state = dS[states]
+        dh[chunk] = state
+        dv_new = dv[chunk].baddbmm_(kg[chunk], state)
+        state.mul_(last[chunk]).add_(d_read[chunk]).baddbmm_(w[chunk].mT, dv_new, alpha=-1)
+    return dh, dv
