@@ -1,0 +1,1 @@
+"""Registration of the kernels and fakes of each family with torch.ops.flaop."""
