@@ -1,0 +1,120 @@
+"""Compiles recorded launches ahead of time, without a GPU, and reads what the assembler made of them."""
+
+import re
+import subprocess
+import tempfile
+from typing import NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from flaop.launch import ptxas
+
+_TYPES = {
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
+    torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1",
+}  # fmt: skip
+# bytes of shared memory that a block may have
+SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+_UNIFORM = re.compile(r"UR(\d+)")
+
+
+class Build(NamedTuple):
+    """One compiled launch."""
+
+    name: str
+    shared: int  # bytes
+    registers: int  # per thread
+    spills: int  # local-memory instructions
+    tensor_core: int  # matrix instructions
+    unwritten: list  # instructions that read a uniform register nothing wrote
+    cubin: bytes
+
+
+def source(function, args, constants):
+    """The ASTSource of a recorded launch: aligned pointers, unspecialised scalars."""
+    signature, values, attributes = {}, dict(constants), {}
+    names = function.arg_names
+    for i, (name, arg) in enumerate(zip(names, args, strict=False)):
+        if arg is None:
+            signature[name], values[name] = "constexpr", None
+        elif isinstance(arg, torch.Tensor):
+            signature[name] = _TYPES[arg.dtype]
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32" if isinstance(arg, float) else "i32"
+    for name in names[len(args) :]:
+        signature[name] = "constexpr"
+    return ASTSource(function, signature, {(names.index(n),): v for n, v in values.items()}, attributes)
+
+
+def disassemble(cubin):
+    """SASS instructions of a cubin, in order."""
+    tool = triton.knobs.nvidia.cuobjdump.path
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tool, "-sass", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        usage = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(.*?);", text, re.M)
+    registers = re.search(r"REG:(\d+)", usage)
+    return [" ".join(line.split()) for line in found], int(registers[1]) if registers else 0
+
+
+def unwritten_uniform_reads(instructions):
+    """Instructions that read a uniform register before anything wrote it (UPRMT excepted).
+
+    The mark of the ptxas 12.8 fault on Hopper: its wrong kernels have such a read, right ones have none.
+    """
+    written, marked = set(), []
+    for text in instructions:
+        body = re.sub(r"^@!?U?P\w+ ", "", text)
+        op, _, operands = body.partition(" ")
+        parts = [part.strip().removesuffix(".reuse") for part in operands.split(",")]
+        stores = op.startswith(("ST", "LD", "HGMMA", "UBLK", "UTMA", "SYNCS", "ATOM", "RED"))
+        writes = bool(re.fullmatch(r"UR\d+", parts[0])) and not stores
+        if op != "UPRMT":
+            reads = set()
+            for part in parts[1:] if writes else parts:
+                if "gdesc[" in part:
+                    # a descriptor pair: both operands from shared memory, or one and registers
+                    first = int(_UNIFORM.search(part)[1])
+                    from_registers = re.match(r"HGMMA\S* R\d+, R\d+, gdesc", body)
+                    reads |= set(range(first + (2 if from_registers else 0), first + 4))
+                elif "desc[" not in part:
+                    for number in map(int, _UNIFORM.findall(part)):
+                        reads |= {number, number + 1} if op == "UIADD3.64" else {number}
+            if reads - written:
+                marked.append(text)
+                written |= reads
+        if writes:
+            number = int(parts[0][2:])
+            wide = ".64" in op or op.startswith("UIMAD.WIDE")
+            written |= {number, number + 1} if wide else {number}
+    return marked
+
+
+def build(record, arch):
+    """Compiles one recorded launch for an architecture (80, 90, 100, ...)."""
+    ptxas.use()
+    function, args, constants, options = record
+    compiled = triton.compile(
+        source(function, args, constants), target=GPUTarget("cuda", arch, 32), options=options
+    )
+    cubin = compiled.asm["cubin"]
+    instructions, registers = disassemble(cubin)
+    return Build(
+        function.fn.__name__,
+        compiled.metadata.shared,
+        registers,
+        sum(text.split(" ", 1)[0].startswith(("LDL", "STL")) or " LDL" in text or " STL" in text
+            for text in instructions),
+        sum(bool(re.search(r"\b(HGMMA|HMMA|UTCHMMA|UTCMMA)", text)) for text in instructions),
+        unwritten_uniform_reads(instructions),
+        cubin,
+    )  # fmt: skip

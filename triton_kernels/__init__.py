@@ -1,0 +1,1 @@
+"""Triton device code, one pipeline stage a file. Installed as `flaop.triton_kernels`."""

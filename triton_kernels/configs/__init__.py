@@ -1,0 +1,1 @@
+"""Block sizes, warps and stages as pure functions of architecture, head sizes and dtype."""

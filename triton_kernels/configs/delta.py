@@ -1,0 +1,55 @@
+"""Configurations of the chunk kernels of the delta families.
+
+Every function maps (arch, K, V, dtype) to tile sizes, warps and pipeline stages; dtype is "bf16", "fp16"
+or "fp32". Tiles are powers of two of at least 16, so that any head size fits with masks.
+"""
+
+
+def tile(size, largest):
+    """The power of two that covers `size`, between 16 and `largest`."""
+    covering = 1 << max(size - 1, 1).bit_length()
+    return min(max(covering, 16), largest)
+
+
+def pairs(arch, K, V, dtype):
+    """chunk_kda_fwd_kernel_pairs: K walked in slabs."""
+    return {"BK": tile(K, 32), "num_warps": 4, "num_stages": 1}
+
+
+def wy(arch, K, V, dtype):
+    """chunk_kda_fwd_kernel_wy: a slab of K or V a program."""
+    return {"BK": tile(K, 64), "BV": tile(V, 64), "num_warps": 4, "num_stages": 1}
+
+
+def scan(arch, K, V, dtype):
+    """chunk_delta_fwd_kernel_scan: all of K in registers, V split over programs."""
+    BK = tile(K, 256)
+    if dtype == "fp32":
+        # operands of twice the size, split in three products: narrow tiles, nothing prefetched
+        return {"BK": BK, "BV": tile(V, 32), "num_warps": 4 if BK <= 128 else 8, "num_stages": 1}
+    if BK <= 128:
+        stages = 3 if arch >= 90 and dtype == "bf16" else 2
+        return {"BK": BK, "BV": tile(V, 64), "num_warps": 4, "num_stages": stages}
+    return {"BK": BK, "BV": tile(V, 64), "num_warps": 8, "num_stages": 1}
+
+
+def scan_backward(arch, K, V, dtype):
+    """chunk_delta_bwd_kernel_scan."""
+    config = scan(arch, K, V, dtype)
+    return config | {"num_stages": min(config["num_stages"], 2)}
+
+
+def bwd_inverse(arch, K, V, dtype):
+    """chunk_kda_bwd_kernel_inverse: K and V walked in slabs."""
+    return {"BK": tile(K, 64), "BV": tile(V, 64), "num_warps": 4, "num_stages": 1}
+
+
+def bwd_intra(arch, K, V, dtype):
+    """chunk_kda_bwd_kernel_intra: a slab of K a program, V walked in slabs."""
+    return {"BK": tile(K, 32), "BV": tile(V, 64), "num_warps": 4, "num_stages": 1}
+
+
+def bwd_qk(arch, K, V, dtype):
+    """kda_bwd_kernel_qk: rows of all of K."""
+    BK = tile(K, 256)
+    return {"BN": 2048 // BK, "BK": BK, "num_warps": 4, "num_stages": 1}
