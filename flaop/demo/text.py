@@ -1,0 +1,217 @@
+"""`python -m flaop demo`: a byte-level language model trains, is saved, reloaded, and generates."""
+
+import argparse
+import math
+import pathlib
+import time
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from flaop.decode import Decoder
+from flaop.demo import corpus
+from flaop.demo.runtime import (
+    DemoError,
+    GraphRecorder,
+    check_compiler,
+    check_memory,
+    check_output,
+    load_checkpoint,
+    one_sentence_errors,
+    resolve_device,
+    save_checkpoint,
+)
+from flaop.demo.training import Schedule, autocast, train
+from flaop.nn import HybridConfig, HybridModel
+
+# hidden_size, num_heads, head_dim, layers, tokens per sequence, sequences per batch, peak rate
+SIZES = {
+    "tiny": (64, 2, 32, 4, 96, 4, 3e-3),
+    "small": (128, 2, 64, 4, 256, 8, 3e-3),
+    "base": (512, 4, 128, 8, 1024, 32, 1.5e-3),
+    "large": (1024, 8, 128, 12, 2048, 16, 8e-4),
+}
+_PROMPT = 192  # bytes, enough to be prefilled by the chunk path
+_EVALUATION = 16  # batches of validation windows
+
+# Largest relative difference between the logits of decode and of a full re-run.
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--size", choices=SIZES, help="default: small on cpu, base on cuda")
+    parser.add_argument("--layers", type=int, help="number of layers, every fourth is attention")
+    parser.add_argument("--batch", type=int, help="sequences per batch")
+    parser.add_argument("--steps", type=int, default=1000, help="most training steps")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        help="most seconds of training after compilation; default: 100 on cpu, 60 on cuda",
+    )
+    parser.add_argument("--tokens", type=int, help="bytes to generate; default: 64 or 512")
+    parser.add_argument("--device", help="cpu, cuda or cuda:<index>; default: cuda if there")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--output",
+        type=pathlib.Path,
+        default=pathlib.Path("flaop-demo.safetensors"),
+        help="the checkpoint (default: %(default)s)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    for name in ("layers", "batch", "steps", "seconds", "tokens"):
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise DemoError(f"--{name} must be positive, got {value}", 2)
+    device = resolve_device(args.device)
+    check_compiler(device)
+    check_output(args.output)
+    on_cuda = device.type == "cuda"
+    size = args.size or ("base" if on_cuda else "small")
+    hidden_size, num_heads, head_dim, layers, length, batch_size, rate = SIZES[size]
+    batch_size = args.batch or batch_size
+    dtype = torch.bfloat16 if on_cuda else torch.float32
+    config = HybridConfig(
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        num_layers=args.layers or layers,
+    )
+    check_memory(device, _needed_bytes(config, batch_size * length))
+
+    torch.manual_seed(args.seed)
+    with one_sentence_errors(device):
+        text = corpus.load()
+        with torch.device(device):
+            model = HybridModel(config)
+        count = sum(p.numel() for p in model.parameters())
+        print(
+            f"{text.files} files, {text.train.numel():,} training bytes; "
+            f"{' '.join(config.layer_names())}, {count:,} parameters, {device}, "
+            f"{str(dtype).removeprefix('torch.')}",
+            flush=True,
+        )
+        recorder = GraphRecorder()
+        loss = torch.compile(
+            lambda batch: _loss(model, batch), fullgraph=True, dynamic=False, backend=recorder
+        )
+        schedule = Schedule(args.steps, args.seconds or (60 if on_cuda else 100), rate)
+        outcome = train(
+            model,
+            loss,
+            _sampler(text.train.to(device), batch_size, length + 1, args.seed),
+            schedule,
+            dtype=dtype,
+            unit=1 / math.log(2),
+            unit_name="bits/byte",
+        )
+        save_checkpoint(model, args.output, outcome.steps)
+        print(f"checkpoint after {outcome.steps} steps: {args.output}", flush=True)
+        if outcome.interrupted:
+            return 130
+
+        held_out = corpus.windows(text.validation, _EVALUATION * batch_size, length + 1)
+        before = _evaluate(loss, held_out, batch_size, device, dtype)
+        # the compiled loss closes over `model`, so the reloaded parameters are evaluated by it
+        model.load_state_dict(load_checkpoint(args.output, device).state_dict())
+        after = _evaluate(loss, held_out, batch_size, device, dtype)
+        print(f"validation loss  {before:.4f} bits per byte, after the reload {after:.4f}")
+        print(f"unigram table    {corpus.unigram_loss(text.train, held_out):.4f}")
+        print(f"bigram table     {corpus.bigram_loss(text.train, held_out):.4f}", flush=True)
+
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.data = parameter.data.to(dtype)
+        prompt = text.validation[:_PROMPT].long().to(device)[None]
+        agrees = _generate(model, prompt, args.tokens or (512 if on_cuda else 64), recorder, dtype)
+    print(recorder.report())
+    if not agrees:
+        raise DemoError("the logits of decode and of the full re-run disagree")
+    return 0
+
+
+def _loss(model: HybridModel, batch: Tensor) -> Tensor:
+    batch = batch.long()
+    logits, _ = model(batch[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+
+
+def _sampler(text: Tensor, batch_size: int, length: int, seed: int):
+    """Batches [batch_size, length] at random places of the text."""
+    generator = torch.Generator().manual_seed(seed)
+    offsets = torch.arange(length, device=text.device)
+
+    def sample() -> Tensor:
+        starts = torch.randint(text.numel() - length, (batch_size, 1), generator=generator)
+        return text[starts.to(text.device) + offsets]
+
+    return sample
+
+
+@torch.no_grad()
+def _evaluate(loss, held_out: Tensor, batch_size: int, device, dtype) -> float:
+    """Mean loss in bits over all windows."""
+    with autocast(device, dtype):
+        losses = [loss(batch.to(device)) for batch in held_out.split(batch_size)]
+    return torch.stack(losses).mean().item() / math.log(2)
+
+
+def _generate(model, prompt: Tensor, count: int, recorder, dtype) -> bool:
+    """Decodes in every mode, prints speeds and text; whether decode and a full re-run agree."""
+    device = prompt.device
+    best = "captured" if device.type == "cuda" else "compiled"
+    speeds, decoder = {}, None
+    for mode in dict.fromkeys(("eager", "compiled", best)):
+        decoder = Decoder(
+            model, max_length=prompt.shape[1] + count, mode=mode, backend=recorder
+        )
+        speeds[mode], logits = _decode(decoder, prompt, count)
+    chosen = decoder.tokens()
+    print(
+        f"decode, tokens/s: {', '.join(f'{m} {s:,.1f}' for m, s in speeds.items())}"
+        + ("" if best == "captured" else " (CUDA graphs need a GPU)")
+    )
+    with torch.no_grad():
+        full, _ = model(torch.cat([prompt, chosen[:, :count]], dim=1))
+    full = full[:, prompt.shape[1] :].float()
+    difference = ((logits - full).norm() / full.norm()).item()
+    tolerance = _TOLERANCE[dtype]
+    print(
+        f"{best} decode against a full re-run: relative difference of the logits {difference:.1e} "
+        f"(tolerance {tolerance:.0e}), largest {(logits - full).abs().max().item():.1e}"
+    )
+    print("--- prompt", _show(prompt[0]), "--- continuation", _show(chosen[0]), "---", sep="\n")
+    return difference <= tolerance
+
+
+def _decode(decoder: Decoder, prompt: Tensor, count: int) -> tuple[float, Tensor]:
+    """Tokens per second over the second of two runs, and that run's logits [1, count, 256]."""
+    decoder.prefill(prompt)
+    decoder.step()
+    decoder.reset()
+    decoder.prefill(prompt)
+    decoder.generate(count)  # ends with a host read
+    decoder.reset()
+    decoder.prefill(prompt)
+    decoder.tokens()
+    start = time.perf_counter()
+    logits = []
+    for _ in range(count):
+        decoder.step()
+        logits.append(decoder.logits.clone())
+    decoder.tokens()
+    return count / (time.perf_counter() - start), torch.stack(logits, dim=1).float()
+
+
+def _show(tokens: Tensor) -> str:
+    return bytes(tokens.tolist()).decode("utf-8", "replace")
+
+
+def _needed_bytes(config: HybridConfig, tokens: int) -> int:
+    """Rough bytes of training: parameters with AdamW, and float32 activations."""
+    width, heads = config.hidden_size, config.num_heads * config.head_dim
+    matrices = 5 * width * heads + 3 * width * config.mlp_size()
+    kept = 16 * heads + 6 * width + 4 * config.mlp_size()
+    return config.num_layers * (16 * matrices + 4 * tokens * kept)

@@ -1,0 +1,17 @@
+"""SwiGLU feed-forward layer."""
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)) without biases (arXiv:2002.05202)."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., D]
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

@@ -1,0 +1,159 @@
+"""A small hybrid language model: recurrent layers with a full-attention layer in between."""
+
+import dataclasses
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flaop.nn.attention import Attention
+from flaop.nn.kda import KimiDeltaAttention
+from flaop.nn.mlp import SwiGLU
+from flaop.nn.norm import RMSNorm
+
+# A layer class has from_config(config, layer_idx), make_cache(batch_size, max_length),
+# forward(x, state, cu_seqlens, output_state) -> (y, state) and extend(x, cache) -> y.
+LAYERS: dict[str, type[nn.Module]] = {"kda": KimiDeltaAttention, "attention": Attention}
+
+
+@dataclasses.dataclass(frozen=True)
+class HybridConfig:
+    """Shape of a HybridModel.
+
+    Args:
+        layers: names from LAYERS, repeated in turn until num_layers are filled.
+        intermediate_size: width of the SwiGLU layer; None is 8/3 of hidden_size, rounded up to
+            a multiple of 64.
+
+    The others are the arguments of the layers.
+    """
+
+    vocab_size: int = 256
+    hidden_size: int = 256
+    num_layers: int = 4
+    layers: tuple[str, ...] = ("kda", "kda", "kda", "attention")
+    num_heads: int = 4
+    head_dim: int = 64
+    num_v_heads: int | None = None
+    head_v_dim: int | None = None
+    intermediate_size: int | None = None
+    conv_size: int = 4
+    gate: str = "softplus"
+    lower_bound: float = -5.0
+    dt_range: tuple[float, float] = (1e-3, 1e-1)
+    allow_neg_eigval: bool = False
+    norm_eps: float = 1e-5
+    state_v_first: bool = False
+    backend: str | None = None
+
+    def __post_init__(self):
+        for name in ("layers", "dt_range"):  # lists where they come from JSON
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        unknown = sorted(set(self.layers) - set(LAYERS))
+        if unknown or not self.layers:
+            raise ValueError(f"layers must be names of {sorted(LAYERS)}, got {list(self.layers)}")
+        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    def layer_names(self) -> list[str]:
+        return [self.layers[i % len(self.layers)] for i in range(self.num_layers)]
+
+    def mlp_size(self) -> int:
+        if self.intermediate_size is not None:
+            return self.intermediate_size
+        return -(-self.hidden_size * 8 // 3 // 64) * 64
+
+
+class HybridBlock(nn.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: HybridConfig, layer_idx: int):
+        super().__init__()
+        layer = LAYERS[config.layer_names()[layer_idx]]
+        self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mixer = layer.from_config(config, layer_idx)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = SwiGLU(config.hidden_size, config.mlp_size())
+
+    def forward(self, x, state=None, cu_seqlens=None, output_state=False):
+        y, state = self.mixer(self.mixer_norm(x), state, cu_seqlens, output_state)
+        x = x + y
+        return x + self.mlp(self.mlp_norm(x)), state
+
+    def extend(self, x: Tensor, cache: nn.Module) -> Tensor:
+        x = x + self.mixer.extend(self.mixer_norm(x), cache)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class HybridCache(nn.Module):
+    """One cache per layer, all in static buffers."""
+
+    def __init__(self, layers: list[nn.Module]):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def reset(self) -> None:
+        for layer in self.layers:
+            layer.reset()
+
+
+class HybridModel(nn.Module):
+    """Token embedding, pre-norm blocks, final norm, and the embedding again as output matrix."""
+
+    def __init__(self, config: HybridConfig):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList(HybridBlock(config, i) for i in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Projections that keep the variance; those onto the residual stream scaled down."""
+        for name, parameter in self.named_parameters():
+            if name.endswith("_proj.weight"):
+                onto_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+                scale = (2 * self.config.num_layers) ** -0.5 if onto_residual else 1.0
+                nn.init.normal_(parameter, std=scale * parameter.shape[1] ** -0.5)
+        nn.init.normal_(self.embedding.weight, std=self.config.hidden_size**-0.5)
+
+    def forward(
+        self,
+        tokens: Tensor,  # [B, T]
+        states: tuple | None = None,
+        cu_seqlens: Tensor | None = None,  # [N + 1]
+        output_states: bool = False,
+    ) -> tuple[Tensor, tuple | None]:
+        """Logits [B, T, vocab_size], and the states of the layers or None.
+
+        Args:
+            tokens: [B, T] int64; B = 1 with cu_seqlens.
+            states: one state per layer, as returned by an earlier call; None starts afresh.
+            cu_seqlens: [N + 1] int32 or int64, bounds of packed sequences.
+            output_states: whether to return the states after the piece.
+        """
+        x = self.embedding(tokens)
+        new_states = []
+        for i, block in enumerate(self.blocks):
+            x, state = block(x, None if states is None else states[i], cu_seqlens, output_states)
+            new_states.append(state)
+        logits = F.linear(self.norm(x), self.embedding.weight)
+        return logits, tuple(new_states) if output_states else None
+
+    def make_cache(self, batch_size: int, max_length: int) -> HybridCache:
+        """Static buffers for batch_size sequences of at most max_length tokens."""
+        return HybridCache([b.mixer.make_cache(batch_size, max_length) for b in self.blocks])
+
+    @torch.no_grad()
+    def extend(self, tokens: Tensor, cache: HybridCache) -> Tensor:
+        """Logits [B, T, vocab_size] of tokens [B, T] that follow what the cache holds.
+
+        Serves prefill (chunk path) and decode (recurrent path). Updates the cache in place and
+        reads nothing on the host: one token of it is a step to capture in a CUDA graph.
+        """
+        x = self.embedding(tokens)
+        for block, layer_cache in zip(self.blocks, cache.layers, strict=True):
+            x = block.extend(x, layer_cache)
+        return F.linear(self.norm(x), self.embedding.weight)
