@@ -1,0 +1,188 @@
+"""What is measured: shapes, cases and their inputs."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+GATES = ("fast", "slow", "mixed")
+GATE_KINDS = ("bounded", "softplus", "precomputed")
+MODES = ("fwd", "fwdbwd", "step")
+OPS = ("chunk_kda", "fused_recurrent_kda", "kda", "scaled_dot_product_attention")
+
+PRESETS = {
+    "h96": "B1T8192H96K128V128",
+    "h64": "B1T8192H64K128V128",
+    "h32": "B1T8192H32K128V128",
+    "long": "B1T65536H32K128V128",
+    "batch": "B8T2048H32K128V128",
+    "packed": "B1T8192H96K128V128N8",
+    "decode1": "B1T1H32K128V128",
+    "decode32": "B32T1H32K128V128",
+    "decode256": "B256T1H32K128V128",
+    "cpu": "B1T2048H4K64V64",
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one case. ``lengths`` is given for packed sequences only (then B is 1)."""
+
+    B: int
+    T: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    lengths: tuple[int, ...] | None = None
+
+    @property
+    def N(self) -> int:
+        return self.B if self.lengths is None else len(self.lengths)
+
+    def as_record(self) -> dict[str, int]:
+        sizes = {name: getattr(self, name) for name in ("B", "T", "H", "HV", "K", "V")}
+        return {**sizes, "N": self.N}
+
+    def __str__(self) -> str:
+        grouped = f"HV{self.HV}" if self.HV != self.H else ""
+        packed = f"N{self.N}" if self.lengths is not None else ""
+        return f"B{self.B}T{self.T}H{self.H}{grouped}K{self.K}V{self.V}{packed}"
+
+
+def parse_shape(text: str, lengths: tuple[int, ...] | None = None) -> Shape:
+    """Read a preset's name or a shape such as ``B1T8192H32HV64K128V128``.
+
+    ``D`` stands for K and V together, ``N`` cuts T into that many packed sequences of equal length,
+    and ``lengths`` gives packed lengths one by one (their sum replaces T).
+    Raises ValueError with the accepted form.
+    """
+    spelled = PRESETS.get(text.lower(), text).upper()
+    pairs = re.findall(r"(HV|[BTHKVDN])(\d+)", spelled)
+    sizes = {name: int(number) for name, number in pairs}
+    if "".join(name + number for name, number in pairs) != spelled or len(sizes) != len(pairs):
+        raise ValueError(
+            f"shape {text!r} is not of the form B1T8192H96K128V128 (optional: HV, D for K and V, N)"
+            f" nor a preset ({', '.join(PRESETS)})"
+        )
+    if "D" in sizes:
+        sizes.setdefault("K", sizes["D"])
+        sizes.setdefault("V", sizes["D"])
+    missing = [name for name in ("T", "H", "K", "V") if name not in sizes]
+    if missing:
+        raise ValueError(f"shape {text!r} does not give {', '.join(missing)}")
+    if min(sizes.values()) < 1:
+        raise ValueError(f"shape {text!r}: every size must be at least 1")
+    packed = sizes.get("N")
+    if lengths is None and packed is not None:
+        if sizes["T"] % packed:
+            raise ValueError(f"shape {text!r}: T must be a multiple of N for equal packed lengths")
+        lengths = (sizes["T"] // packed,) * packed
+    if lengths is not None:
+        if sizes.get("B", 1) != 1:
+            raise ValueError(f"shape {text!r}: packed sequences need B1")
+        if min(lengths) < 1:
+            raise ValueError(f"lengths {lengths}: every length must be at least 1")
+        sizes["T"] = sum(lengths)
+    H, HV = sizes["H"], sizes.get("HV", sizes["H"])
+    if HV % H:
+        raise ValueError(f"shape {text!r}: HV must be a multiple of H")
+    return Shape(sizes.get("B", 1), sizes["T"], H, HV, sizes["K"], sizes["V"], lengths)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the benchmark before a contender is chosen. Plain data, so it travels as JSON."""
+
+    op: str
+    mode: str
+    shape: Shape
+    dtype: str
+    gates: str
+    gate_kind: str
+    device: str
+    seed: int = 0
+    state_v_first: bool = False
+
+    def __post_init__(self):
+        if self.mode == "step" and self.op and (self.op not in ("fused_recurrent_kda", "kda")):
+            raise ValueError(f"mode step measures one decode token: {self.op} does not serve it")
+        if self.mode == "step" and set(self.shape.lengths or (self.shape.T,)) != {1}:
+            raise ValueError(f"mode step measures one token: the shape {self.shape} needs T1")
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: dict) -> Case:
+        lengths = data["shape"]["lengths"]
+        shape = Shape(**{**data["shape"], "lengths": lengths and tuple(lengths)})
+        return Case(**{**data, "shape": shape})
+
+    @property
+    def options(self) -> dict:
+        """How ``flaop.testing.kda_inputs`` is asked for the inputs; recorded in the JSON too."""
+        state = self.mode == "step"
+        return {
+            "gates": self.gates,
+            "gate_in_kernel": None if self.gate_kind == "precomputed" else self.gate_kind,
+            "l2norm": True,
+            "beta_sigmoid": True,
+            "initial_state": state,
+            "output_final_state": state,
+            "state_v_first": self.state_v_first,
+            "seed": self.seed,
+        }
+
+
+def build_inputs(case: Case) -> dict:
+    """Keyword arguments of the op for this case: one set of values for all contenders and modes."""
+    inputs = _values(replace(case, op="", mode="step" if case.mode == "step" else "fwd"))
+    if case.op == "scaled_dot_product_attention":
+        inputs = {name: inputs[name] for name in ("q", "k", "v")}
+    return {
+        name: value.detach().requires_grad_(case.mode == "fwdbwd" and value.is_floating_point())
+        if isinstance(value, torch.Tensor)
+        else value
+        for name, value in inputs.items()
+    }
+
+
+# One entry: modes and contenders of a case follow each other, and large inputs take long to draw.
+@functools.lru_cache(maxsize=1)
+def _values(case: Case) -> dict:
+    from flaop.testing import kda_inputs
+
+    s = case.shape
+    lengths = None if s.lengths is None else list(s.lengths)
+    inputs = kda_inputs(
+        s.B, s.T, s.H, s.HV, s.K, s.V,
+        dtype=DTYPES[case.dtype], device=case.device, lengths=lengths, **case.options,
+    )  # fmt: skip
+    if inputs["dt_bias"] is not None:
+        # Flat, because fla returns its gradient flat.
+        inputs["dt_bias"] = inputs["dt_bias"].flatten()
+    return inputs
+
+
+def tensors(inputs: dict) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+
+
+def leaves(inputs: dict) -> dict[str, torch.Tensor]:
+    """The inputs that get a gradient."""
+    return {name: value for name, value in tensors(inputs).items() if value.requires_grad}
+
+
+def clone_inputs(inputs: dict) -> dict:
+    """The same values at new addresses."""
+    return {
+        name: value.detach().clone().requires_grad_(value.requires_grad)
+        if isinstance(value, torch.Tensor)
+        else value
+        for name, value in inputs.items()
+    }

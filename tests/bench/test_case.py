@@ -1,0 +1,122 @@
+"""Shapes, cases, inputs and floors of the benchmark."""
+
+import json
+
+import pytest
+import torch
+
+from flaop.bench import floors
+from flaop.bench.case import PRESETS, Case, Shape, build_inputs, leaves, parse_shape
+from flaop.bench.timing import DEFAULT_L2_BYTES, MOST_SETS, number_of_sets
+
+
+def case(op="chunk_kda", mode="fwd", shape="B1T96H2K32V16", gates="mixed", kind="bounded", **more):
+    fields = {"dtype": "fp32", "device": "cpu", **more}
+    return Case(op, mode, parse_shape(shape), gates=gates, gate_kind=kind, **fields)
+
+
+def test_shape_is_read_in_any_order_and_with_defaults():
+    assert parse_shape("B2T64H4HV8K32V16") == Shape(2, 64, 4, 8, 32, 16)
+    assert parse_shape("t64h4d32") == Shape(1, 64, 4, 4, 32, 32)
+    assert parse_shape("D32T64H4V8") == Shape(1, 64, 4, 4, 32, 8)
+    assert parse_shape("h96") == Shape(1, 8192, 96, 96, 128, 128)
+
+
+def test_every_preset_is_a_shape_and_prints_as_itself():
+    for text in PRESETS.values():
+        shape = parse_shape(text)
+        assert parse_shape(str(shape)) == shape
+
+
+def test_packed_shapes():
+    assert parse_shape("T64H1D16N4").lengths == (16, 16, 16, 16)
+    packed = parse_shape("T1H1D16", lengths=(3, 5))
+    assert (packed.B, packed.T, packed.N) == (1, 8, 2)
+    assert parse_shape("B4T64H1D16").N == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "lengths", "message"),
+    [
+        ("T64H4", None, "does not give K, V"),
+        ("T64H4D32X9", None, "not of the form"),
+        ("T64T32H4D32", None, "not of the form"),
+        ("T0H4D32", None, "at least 1"),
+        ("T65H4D32N4", None, "multiple of N"),
+        ("B2T64H4D32N4", None, "need B1"),
+        ("T64H4HV6D32", None, "multiple of H"),
+        ("T64H4D32", (4, 0), "at least 1"),
+    ],
+)
+def test_bad_shapes_say_what_is_wrong(text, lengths, message):
+    with pytest.raises(ValueError, match=message):
+        parse_shape(text, lengths)
+
+
+def test_step_needs_one_token_and_a_recurrent_op():
+    with pytest.raises(ValueError, match="needs T1"):
+        case("fused_recurrent_kda", "step")
+    with pytest.raises(ValueError, match="chunk_kda does not serve it"):
+        case("chunk_kda", "step", "B2T1H1D16")
+    case("fused_recurrent_kda", "step", "B2T1H1D16")
+
+
+def test_a_case_travels_as_json():
+    one = Case("kda", "fwd", parse_shape("T8H1D16N2"), "bf16", "fast", "softplus", "cpu", 3, True)
+    assert Case.from_dict(json.loads(json.dumps(one.to_dict()))) == one
+
+
+def test_modes_and_ops_share_their_values():
+    forward, both = build_inputs(case()), build_inputs(case(mode="fwdbwd"))
+    attention = build_inputs(case("scaled_dot_product_attention"))
+    assert not leaves(forward)
+    assert set(leaves(both)) == {"q", "k", "v", "g", "beta", "A_log", "dt_bias"}
+    assert set(attention) == {"q", "k", "v"}
+    for name in attention:
+        assert torch.equal(forward[name], both[name])
+        assert torch.equal(forward[name], attention[name])
+
+
+def test_step_inputs_carry_a_state():
+    inputs = build_inputs(case("fused_recurrent_kda", "step", "B3T1H2K16V32"))
+    assert inputs["initial_state"].shape == (3, 2, 16, 32)
+    assert inputs["initial_state"].dtype == torch.float32
+    assert inputs["output_final_state"]
+
+
+def meta_inputs(text, mode, state=False):
+    """Inputs of a large case without their storage."""
+    s = parse_shape(text)
+    new = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": mode == "fwdbwd"}
+    inputs = {name: torch.empty(s.B, s.T, s.H, s.K, **new) for name in "qkvg"}
+    inputs["beta"] = torch.empty(s.B, s.T, s.H, **new)
+    if state:
+        inputs["initial_state"] = torch.empty(s.B, s.H, s.K, s.V, device="meta")
+    return {**inputs, "output_final_state": state}
+
+
+# What docs/bench.md's rates give for the shapes that are quoted most.
+@pytest.mark.parametrize(
+    ("text", "mode", "milliseconds"),
+    [
+        ("h96", "fwd", 0.24),
+        ("h64", "fwd", 0.16),
+        ("h32", "fwd", 0.08),
+        ("h96", "fwdbwd", 0.24 + 0.53),
+        ("decode256", "step", 0.252),
+        ("decode32", "step", 0.032),
+    ],
+)
+def test_floors(text, mode, milliseconds):
+    op = "fused_recurrent_kda" if mode == "step" else "chunk_kda"
+    one = case(op, mode, text, dtype="bf16")
+    floor = floors.work(one, meta_inputs(text, mode, state=mode == "step"))["floor_ms"]
+    assert floor == pytest.approx(milliseconds, rel=0.03)
+
+
+def test_small_work_rotates_over_more_than_the_l2():
+    l2 = DEFAULT_L2_BYTES
+    assert number_of_sets(4 * l2, l2) == 1
+    for moved in (1000, l2 // 7, l2, 3 * l2):
+        sets = number_of_sets(moved, l2)
+        assert sets == MOST_SETS or sets * moved >= 5 * l2
