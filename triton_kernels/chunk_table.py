@@ -1,8 +1,8 @@
 """The device-built table of packed sequences: which (sequence, chunk) a row of the grid works on.
 
 A grid may depend on shapes alone, so it has the upper bound max(ceil(T / BT) + N - 1, 0) of rows;
-rows past the last chunk hold the sentinel -1. Boundaries are made monotone and clamped to [0, T] first,
-so that no content of cu_seqlens can lead outside the tensors.
+rows past the last chunk hold the sentinel -1. Boundaries are made monotone and clamped to [0, T]
+first, so that no content of cu_seqlens can lead outside the tensors.
 """
 
 import triton
@@ -79,7 +79,10 @@ def zero_outside_kernel(
     BT: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Zeros in the rows that belong to no sequence; a program whose rows all belong to one returns."""
+    """Zeros in the rows that belong to no sequence.
+
+    A program whose rows all belong to one returns.
+    """
     start = tl.program_id(0) * BT
     first = tl.load(bounds)
     end = tl.load(bounds + N)

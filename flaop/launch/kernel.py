@@ -1,4 +1,7 @@
-"""The one launch path of Triton kernels: interpreter, or compiled at first use and launched from a cache."""
+"""The one launch path of Triton kernels.
+
+Interpreter, or compiled at first use and launched from a cache.
+"""
 
 import contextlib
 import threading
@@ -26,14 +29,18 @@ def arch(device):
         major, minor = torch.cuda.get_device_capability(device)
         if major < 8:
             raise RuntimeError(
-                f"flaop's Triton kernels need compute capability 8.0 or newer, {device} has {major}.{minor}"
+                "flaop's Triton kernels need compute capability 8.0 or newer, "
+                f"{device} has {major}.{minor}"
             )
         _arch[device] = 10 * major + minor
     return _arch[device]
 
 
 def prepare(x):
-    """The tensor itself if it is contiguous and 16-byte aligned, else such a copy. None stays None."""
+    """The tensor itself if it is contiguous and 16-byte aligned, else such a copy.
+
+    None stays None.
+    """
     if x is None or (x.is_contiguous() and x.data_ptr() % 16 == 0):
         return x
     x = x.contiguous()
@@ -42,7 +49,8 @@ def prepare(x):
 
 @contextlib.contextmanager
 def recording(target_arch):
-    """Collects launches instead of making them: (jit function, arguments, constexprs, options) each.
+    """Collects launches instead of making them: (jit function, arguments, constexprs, options)
+    each.
 
     The launchers then also accept meta tensors, so that everything they would launch on an
     architecture can be compiled ahead of time on a machine without a GPU.
@@ -54,6 +62,14 @@ def recording(target_arch):
         yield _recorder
     finally:
         _recorder, _forced_arch = None, None
+
+
+def not_warmed(name):
+    """The error of a first use inside a capture, where nothing may be compiled or loaded."""
+    return RuntimeError(
+        f"{name} is not loaded yet for this dtype, head size and set of options, and a CUDA graph "
+        "is being captured: call flaop.warmup(...) with such arguments before the capture"
+    )
 
 
 class Kernel:
@@ -71,8 +87,8 @@ class Kernel:
     def __call__(self, grid, args, constants, **options):
         """Launches on the current stream of the first tensor's device.
 
-        grid: 1 to 3 ints. args: the kernel's run-time arguments in order. constants: its constexprs.
-        options: num_warps, num_stages, maxnreg.
+        grid: 1 to 3 ints. args: the kernel's run-time arguments in order. constants: its
+        constexprs. options: num_warps, num_stages, maxnreg.
         """
         if _recorder is not None:
             _recorder.append((self.function, args, constants, options))
@@ -107,10 +123,7 @@ class Kernel:
     def _compile(self, key, args, constants, options):
         name = self.function.fn.__name__
         if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"{name} is not compiled yet for this dtype, head size and set of options, and a CUDA graph "
-                "is being captured: call flaop.warmup(...) with such arguments before the capture"
-            )
+            raise not_warmed(name)
         with _lock:
             if key in self.variants:
                 return self.variants[key]

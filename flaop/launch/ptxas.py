@@ -1,4 +1,7 @@
-"""Which ptxas assembles Triton's PTX. ptxas 12.8 miscompiles some Hopper kernels without a word; 13.0 does not."""
+"""Which ptxas assembles Triton's PTX.
+
+Ptxas 12.8 miscompiles some Hopper kernels without a word; 13.0 does not.
+"""
 
 import functools
 import importlib.util
@@ -12,7 +15,10 @@ MINIMUM = (13, 0)
 
 
 def _candidates():
-    """Paths in order of preference: the user's, the toolkit's, the one of the package nvidia-cuda-nvcc."""
+    """Paths in order of preference.
+
+    The user's, the toolkit's, the one of the package nvidia-cuda-nvcc.
+    """
     yield os.environ.get("TRITON_PTXAS_PATH")
     for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
         if home:
@@ -36,7 +42,10 @@ def version(path):
 
 @functools.cache
 def find():
-    """(path, (major, minor)) of the first ptxas that is new enough, or None: Triton's own is then used."""
+    """(path, (major, minor)) of the first ptxas that is new enough, or None.
+
+    Triton's own is then used.
+    """
     for path in _candidates():
         if path and os.path.isfile(path):
             found = version(path)
@@ -46,7 +55,10 @@ def find():
 
 
 def use():
-    """Points Triton at that ptxas, unless the user chose one. Called before anything is compiled."""
+    """Points Triton at that ptxas, unless the user chose one.
+
+    Called before anything is compiled.
+    """
     found = find()
     if found is not None:
         for name in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"):

@@ -40,7 +40,10 @@ def chunk_table(cu_seqlens, T, rows, chunk):
 
 
 def zero_outside(x, table):
-    """Zeros in the rows of x [1, T, ...] that belong to no sequence; nothing to do without a table."""
+    """Zeros in the rows of x [1, T, ...] that belong to no sequence.
+
+    Nothing to do without a table.
+    """
     if table is None or x.numel() == 0:
         return
     T, N = x.shape[1], table.bounds.numel() - 1

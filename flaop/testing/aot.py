@@ -1,4 +1,6 @@
-"""Compiles recorded launches ahead of time, without a GPU, and reads what the assembler made of them."""
+"""Compiles recorded launches ahead of time, without a GPU, and reads what the assembler made of
+them.
+"""
 
 import re
 import subprocess
@@ -47,7 +49,8 @@ def source(function, args, constants):
             signature[name] = "fp32" if isinstance(arg, float) else "i32"
     for name in names[len(args) :]:
         signature[name] = "constexpr"
-    return ASTSource(function, signature, {(names.index(n),): v for n, v in values.items()}, attributes)
+    positions = {(names.index(name),): value for name, value in values.items()}
+    return ASTSource(function, signature, positions, attributes)
 
 
 def disassemble(cubin):
@@ -69,14 +72,15 @@ def disassemble(cubin):
 def unwritten_uniform_reads(instructions):
     """Instructions that read a uniform register before anything wrote it (UPRMT excepted).
 
-    The mark of the ptxas 12.8 fault on Hopper: its wrong kernels have such a read, right ones have none.
+    The mark of the ptxas 12.8 fault on Hopper: its wrong kernels have such a read, right ones have
+    none.
     """
     written, marked = set(), []
     for text in instructions:
         body = re.sub(r"^@!?U?P\w+ ", "", text)
         op, _, operands = body.partition(" ")
         parts = [part.strip().removesuffix(".reuse") for part in operands.split(",")]
-        stores = op.startswith(("ST", "LD", "HGMMA", "UBLK", "UTMA", "SYNCS", "ATOM", "RED"))
+        stores = op.startswith(("ST", "LD", "HGMMA", "UBLK", "UTMA", "SYNCS", "ATOM", "RED."))
         writes = bool(re.fullmatch(r"UR\d+", parts[0])) and not stores
         if op != "UPRMT":
             reads = set()

@@ -1,7 +1,7 @@
 """Configurations of the chunk kernels of the delta families.
 
-Every function maps (arch, K, V, dtype) to tile sizes, warps and pipeline stages; dtype is "bf16", "fp16"
-or "fp32". Tiles are powers of two of at least 16, so that any head size fits with masks.
+Every function maps (arch, K, V, dtype) to tile sizes, warps and pipeline stages; dtype is "bf16",
+"fp16" or "fp32". Tiles are powers of two of at least 16, so that any head size fits with masks.
 """
 
 
@@ -13,12 +13,19 @@ def tile(size, largest):
 
 def pairs(arch, K, V, dtype):
     """chunk_kda_fwd_kernel_pairs: K walked in slabs."""
-    return {"BK": tile(K, 32), "num_warps": 4, "num_stages": 1}
+    wide = dtype == "bf16" and arch >= 90
+    return {"BK": tile(K, 64 if wide else 32), "num_warps": 4, "num_stages": 1}
 
 
 def wy(arch, K, V, dtype):
     """chunk_kda_fwd_kernel_wy: a slab of K or V a program."""
-    return {"BK": tile(K, 64), "BV": tile(V, 64), "num_warps": 4, "num_stages": 1}
+    config = {"BK": tile(K, 64), "BV": tile(V, 64), "num_warps": 4, "num_stages": 1}
+    if dtype == "fp32":
+        return config
+    if arch < 90:
+        return config | {"num_warps": 8}
+    # three programs on a multiprocessor instead of two
+    return config | {"maxnreg": 168}
 
 
 def scan(arch, K, V, dtype):
@@ -26,11 +33,16 @@ def scan(arch, K, V, dtype):
     BK = tile(K, 256)
     if dtype == "fp32":
         # operands of twice the size, split in three products: narrow tiles, nothing prefetched
+        if arch < 90:
+            return {"BK": BK, "BV": tile(V, 16), "num_warps": 8, "num_stages": 1}
         return {"BK": BK, "BV": tile(V, 32), "num_warps": 4 if BK <= 128 else 8, "num_stages": 1}
+    # where the accumulators are the registers of the operands, too, or fp16 states are fp32 operands
+    narrow = arch < 90 or (BK == 256 and dtype == "fp16")
+    BV = tile(V, 32 if narrow else 64)
     if BK <= 128:
         stages = 3 if arch >= 90 and dtype == "bf16" else 2
-        return {"BK": BK, "BV": tile(V, 64), "num_warps": 4, "num_stages": stages}
-    return {"BK": BK, "BV": tile(V, 64), "num_warps": 8, "num_stages": 1}
+        return {"BK": BK, "BV": BV, "num_warps": 4, "num_stages": stages}
+    return {"BK": BK, "BV": BV, "num_warps": 8, "num_stages": 1}
 
 
 def scan_backward(arch, K, V, dtype):
@@ -41,12 +53,19 @@ def scan_backward(arch, K, V, dtype):
 
 def bwd_inverse(arch, K, V, dtype):
     """chunk_kda_bwd_kernel_inverse: K and V walked in slabs."""
-    return {"BK": tile(K, 64), "BV": tile(V, 64), "num_warps": 4, "num_stages": 1}
+    config = {"BK": tile(K, 64), "BV": tile(V, 64), "num_warps": 4, "num_stages": 1}
+    if dtype == "fp32":
+        return config
+    return config | ({"num_warps": 8} if arch < 90 else {"maxnreg": 168})
 
 
-def bwd_intra(arch, K, V, dtype):
-    """chunk_kda_bwd_kernel_intra: a slab of K a program, V walked in slabs."""
-    return {"BK": tile(K, 32), "BV": tile(V, 64), "num_warps": 4, "num_stages": 1}
+def bwd_intra(arch, K, V, dtype, bounded=True):
+    """chunk_kda_bwd_kernel_intra: a slab of K a program, V walked in slabs.
+
+    With unbounded gates the code of six groups of pairs spills at 32 channels.
+    """
+    BK = tile(K, 32 if bounded else 16)
+    return {"BK": BK, "BV": tile(V, 64), "num_warps": 4, "num_stages": 1}
 
 
 def bwd_qk(arch, K, V, dtype):

@@ -23,9 +23,9 @@ def fused_recurrent_fwd(arch, K, V, dtype, state_v_first):
 def fused_recurrent_bwd(arch, K, V, dtype, state_v_first):
     """Both token-serial backward kernels. A V tile costs three fp32 rows of K a token in memory."""
     BK = _power_of_two(K, 16)
-    # beside the state a tile of its gradient passes by: 64 and 64 values a thread fit without
-    # spills on sm_90 only
-    values = STATE_VALUES_PER_WARP if arch == 90 else STATE_VALUES_PER_WARP // 2
+    # a tile of the state's gradient passes by beside the state: 64 and 64 values a thread fit
+    # without spills on sm_90 and up to K = 128 only
+    values = STATE_VALUES_PER_WARP // (1 if arch == 90 and BK < 256 else 2)
     BV = min(64, 8 * values // BK, _power_of_two(V, 8))
     return {"BK": BK, "BV": BV, "num_warps": max(BK * BV // values, 1), "num_stages": 1}
 

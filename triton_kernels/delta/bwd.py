@@ -1,20 +1,23 @@
-"""Gradients within one chunk of KDA, given the states and their gradients (notation of intra.py and scan.py).
+"""Gradients within one chunk of KDA, given the states and their gradients (notation of intra.py and
+scan.py).
 
-S enters the chunk, dS is the gradient of the state that leaves it. Through the state and the inverse:
+S enters the chunk, dS is the gradient of the state that leaves it. Through the state and the
+inverse:
 
     dA   = dV' (beta v)^T + dW kb^T,   dW = -dV' S^T          dL = -A^T dA A^T, strictly lower
     dAqk = do V'^T, lower              dv = beta A^T dV'      dkb = A^T dW
-    dq  += scale exp2(G) do S^T        dk_erase = beta exp2(G) dkb      dk_write = exp2(G_last - G) V' dS^T
+    dq  += scale exp2(G) do S^T        dk_erase = beta exp2(G) dkb      dk_write = exp2(G_last - G)
+    V' dS^T
 
 and through the pairs, level by level with the factors X of pairs.py (rows i, columns j <= i):
 
     dq_i += X_i sum_j dAqk_ij k_j X_j        dk_erase_i += beta_i X_i sum_j dL_ij k_j X_j
     dk_write_j += X_j (sum_i dAqk_ij q_i X_i + sum_i dL_ij beta_i k_i X_i)
 
-The gate of a token reaches every pair that straddles it: its gradient is the suffix sum over the chunk of
-q dq + k (dk_erase - dk_write), plus <exp2(G_last) S, dS> + sum_j k_j dk_write_j of the leaving state. All
-terms come from the very products that make dq and dk, rounded operands included, so that pairs which lie
-wholly after a token cancel to fp32 accuracy.
+The gate of a token reaches every pair that straddles it: its gradient is the suffix sum over the
+chunk of q dq + k (dk_erase - dk_write), plus <exp2(G_last) S, dS> + sum_j k_j dk_write_j of the
+leaving state. All terms come from the very products that make dq and dk, rounded operands included,
+so that pairs which lie wholly after a token cancel to fp32 accuracy.
 """
 
 import triton
@@ -155,7 +158,8 @@ def pair_gradients(
     b_q, b_k, b_beta, b_row, b_col, p_dAqk, p_dL, m_t, b_dq, b_de, b_dw, b_dG,
     m_qk, m_kk, HAS_DO: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Adds the gradients of one group of pairs; b_row, b_col [BT, BK] are the factors of rows and columns.
+    """Adds the gradients of one group of pairs; b_row, b_col [BT, BK] are the factors of rows and
+    columns.
 
     The pair gradients are read anew for every group: the masks differ, and registers are short.
     """
@@ -229,7 +233,10 @@ def chunk_kda_bwd_kernel_intra(
     PRECISION: tl.constexpr,
     STATE_DTYPE: tl.constexpr,
 ):
-    """dq, dk (of the normalised rows), dg, dbeta. One program per (chunk row, value head, slab of BK channels)."""
+    """dq, dk (of the normalised rows), dg, dbeta.
+
+    One program per (chunk row, value head, slab of BK channels).
+    """
     NK: tl.constexpr = (K + BK - 1) // BK
     i_s = tl.program_id(0) % NK
     i_r = tl.program_id(0) // NK

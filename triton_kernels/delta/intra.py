@@ -1,6 +1,7 @@
 """Within one chunk of KDA: gates, pair matrices, triangular inverse, WY factors.
 
-With G the in-chunk inclusive sum of the log gate (base 2), kb = beta k exp2(G), for rows i and columns j:
+With G the in-chunk inclusive sum of the log gate (base 2), kb = beta k exp2(G), for rows i and
+columns j:
 
     L_ij   = beta_i sum_d k_id k_jd exp2(G_id - G_jd),   i > j        A = (I + L)^-1
     Aqk_ij = scale  sum_d q_id k_jd exp2(G_id - G_jd),   i >= j
@@ -177,7 +178,10 @@ def chunk_kda_fwd_kernel_wy(
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """W, U, qg, kg. One program per (chunk row, value head, slab); slabs of K come first, then those of V."""
+    """W, U, qg, kg.
+
+    One program per (chunk row, value head, slab); slabs of K come first, then those of V.
+    """
     NK: tl.constexpr = (K + BK - 1) // BK
     NV: tl.constexpr = (V + BV - 1) // BV
     i_s = tl.program_id(0) % (NK + NV)

@@ -8,7 +8,8 @@ from .gates import L2NORM_EPS, beta_fwd, gate_fwd, log2_gate
 
 @triton.jit
 def chunk_position(bounds, table, row, T, B, BT: tl.constexpr, IS_VARLEN: tl.constexpr):
-    """(first token of the row's chunk in the flattened tensor, tokens from there to its sequence's end).
+    """(first token of the row's chunk in the flattened tensor, tokens from there to its sequence's
+    end).
 
     Batched rows run over batches first, then chunks. The second value is <= 0 for a sentinel row.
     """
@@ -48,7 +49,10 @@ def load_raw_gate(
     g, A_log, dt_bias, o_g, o_k, m_g, i_hv, K: tl.constexpr,
     HAS_A_LOG: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Raw gate [BT, BK], A_log (scalar) and dt_bias [1, BK] in fp32; what is absent or masked is 0."""
+    """Raw gate [BT, BK], A_log (scalar) and dt_bias [1, BK] in fp32.
+
+    What is absent or masked is 0.
+    """
     b_x = tl.load(g + o_g[:, None] + o_k[None, :], mask=m_g, other=0.0).to(tl.float32)
     b_a = 0.0
     if HAS_A_LOG:
@@ -76,7 +80,10 @@ def load_gate(
     HAS_BIAS: tl.constexpr,
     HAS_BOUND: tl.constexpr,
 ):
-    """[BT, BK] fp32: the log gate in base 2, floored; 0 where masked, so that tails do not decay."""
+    """[BT, BK] fp32.
+
+    The log gate in base 2, floored; 0 where masked, so that tails do not decay.
+    """
     b_g, b_a, b_bias = load_raw_gate(
         g, A_log, dt_bias, o_g, o_k, m_g, i_hv, K, HAS_A_LOG, HAS_BIAS
     )
@@ -98,7 +105,8 @@ def load_beta(
 def sequence_chunks(
     bounds, offsets, i_n, T, B, row0, row1, BT: tl.constexpr, IS_VARLEN: tl.constexpr
 ):
-    """(first token, length, first table row, first and end chunk) of a sequence within rows [row0, row1).
+    """(first token, length, first table row, first and end chunk) of a sequence within rows [row0,
+    row1).
 
     Batched calls hold row0 and row1 at multiples of B: every sequence then has the same chunks.
     """

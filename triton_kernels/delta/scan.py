@@ -2,8 +2,9 @@
 
     V' = U - W S      o = qg S + A_qk V'      S <- Diag(decay) S + kg^T V'
 
-A program owns the state tile [K, BV] in fp32 registers and walks the chunks of one sequence and head. W S
-contracts over all of K, so K is never split. The state is stored before its update: h[i] enters chunk i.
+A program owns the state tile [K, BV] in fp32 registers and walks the chunks of one sequence and
+head. W S contracts over all of K, so K is never split. The state is stored before its update: h[i]
+enters chunk i.
 """
 
 import triton
@@ -33,7 +34,7 @@ def chunk_delta_fwd_kernel_scan(
     v_new,  # [B, T, HV, V], written with STORE_V; may be u itself
     h,  # [rows, HV, K, V], written with STORE_H
     h0,  # [N, HV, K, V] (or V first) or None
-    ht,  # [N, HV, K, V] (or V first) fp32, written with STORE_FINAL; carries the state between launches
+    ht,  # [N, HV, K, V] (or V first) fp32, written; carries the state between launches
     bounds,  # [N+1] int64 or None
     offsets,  # [N+1] int32 or None
     T,

@@ -1,0 +1,131 @@
+"""The CUDA C++ kernels: loaded at first use, where they were built and the device can run them."""
+
+import ctypes
+import functools
+import pathlib
+
+import torch
+
+from .kernel import arch, not_warmed
+
+LIBRARY = pathlib.Path(__file__).parent.parent / "_kernels.so"
+ARCH = 90  # compiled for sm_90a
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum flaop_dtype
+GATE_LOG, GATE_SOFTPLUS, GATE_BOUNDED = range(3)  # enum flaop_gate
+
+enabled = True  # tests compare with the Triton kernels by switching this off
+_warmed = set()
+
+
+def _structure(**groups):
+    """A ctypes structure from groups of field names of one type, in order."""
+    types = {"pointers": ctypes.c_void_p, "floats": ctypes.c_float, "ints": ctypes.c_int32}
+    fields = []
+    for kind, names in groups.items():
+        fields += [(name, types[kind]) for name in names.split()]
+    return fields
+
+
+class KdaCall(ctypes.Structure):
+    """struct flaop_kda_call of csrc/kernels/kda/kda.h."""
+
+    _fields_ = _structure(
+        pointers="q k v g beta A_log dt_bias bounds table",
+        floats="scale lower_bound",
+        ints="T B H HV row0 row1 gate bounded l2norm beta_kind "
+        "g_dtype beta_dtype A_log_dtype dt_bias_dtype",
+    )
+
+
+class KdaIntra(ctypes.Structure):
+    """struct flaop_kda_intra."""
+
+    _fields_ = [
+        ("call", KdaCall),
+        *_structure(pointers="A A_qk w u qg kg decay", ints="load_A"),
+    ]
+
+
+class KdaBackward(ctypes.Structure):
+    """struct flaop_kda_bwd."""
+
+    _fields_ = [
+        ("call", KdaCall),
+        *_structure(pointers="A v_new h d_o dv_new dh dq dk dv dg dbeta dA_log ddt_bias"),
+    ]
+
+
+@functools.cache
+def library():
+    """The loaded library, or None if it was not built."""
+    if not LIBRARY.is_file():
+        return None
+    loaded = ctypes.CDLL(str(LIBRARY))
+    loaded.flaop_kda_intra_launch.argtypes = [ctypes.POINTER(KdaIntra), ctypes.c_void_p]
+    loaded.flaop_kda_bwd_launch.argtypes = [ctypes.POINTER(KdaBackward), ctypes.c_void_p]
+    loaded.flaop_cuda_error.restype = ctypes.c_char_p
+    return loaded
+
+
+def serves_kda(call):
+    """Whether the CUDA kernels can do the within-chunk work of a call."""
+    gates = (call.beta, call.A_log, call.dt_bias)
+    return (
+        enabled
+        and call.q.device.type == "cuda"
+        and (call.q.dtype, call.K, call.V) == (torch.bfloat16, 128, 128)
+        and call.g.dtype in (torch.bfloat16, torch.float32)
+        and all(x is None or x.dtype in DTYPES for x in gates)
+        and arch(call.q.device) == ARCH
+        and library() is not None
+    )
+
+
+def _pointers(*tensors):
+    return [None if x is None else x.data_ptr() for x in tensors]
+
+
+def _kda_call(p, row0, row1):
+    call, table = p.call, p.table
+    if not call.use_gate_in_kernel:
+        gate = GATE_LOG
+    else:
+        gate = GATE_SOFTPLUS if call.lower_bound is None else GATE_BOUNDED
+    beta_kind = int(call.use_beta_sigmoid_in_kernel) * (2 if call.allow_neg_eigval else 1)
+    bounds, rows = (table.bounds, table.rows) if table else (None, None)
+    return KdaCall(
+        *_pointers(p.q, p.k, p.v, p.g, p.beta, p.A_log, p.dt_bias, bounds, rows),
+        call.scale, call.lower_bound or 0.0, call.T, call.B, call.H, call.HV, row0, row1,
+        gate, p.gate["BOUNDED"], call.use_qk_l2norm_in_kernel, beta_kind,
+        *(0 if x is None else DTYPES[x.dtype] for x in (p.g, p.beta, p.A_log, p.dt_bias)),
+    )  # fmt: skip
+
+
+def _launch(name, params, device, variant):
+    index = device.index
+    key = (name, index, *variant)
+    if key not in _warmed and torch.cuda.is_current_stream_capturing():
+        raise not_warmed(name)
+    with torch.cuda.device(index):
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        code = getattr(library(), name)(ctypes.byref(params), stream)
+    if code:
+        raise RuntimeError(f"{name}: {library().flaop_cuda_error(code).decode()}")
+    _warmed.add(key)
+
+
+def kda_intra(p, A, A_qk, u, work, row0, row1, load_A):
+    """Gates, pairs, inverse (unless A is given), W, U, qg, kg of rows [row0, row1) in one launch.
+    """
+    tensors = _pointers(A, A_qk, work.w, u, work.qg, work.kg, work.decay)
+    params = KdaIntra(_kda_call(p, row0, row1), *tensors, load_A)
+    variant = (p.g.dtype, p.gate["BOUNDED"], load_A)
+    _launch("flaop_kda_intra_launch", params, p.q.device, variant)
+
+
+def kda_backward(p, A, v_new, h, do, dv_new, dh, dq, dk, dv, dg, dbeta, dA_log, ddt_bias):
+    """All gradients within the chunks in one launch."""
+    tensors = _pointers(A, v_new, h, do, dv_new, dh, dq, dk, dv, dg, dbeta, dA_log, ddt_bias)
+    params = KdaBackward(_kda_call(p, 0, p.rows), *tensors)
+    variant = (p.g.dtype, p.gate["BOUNDED"])
+    _launch("flaop_kda_bwd_launch", params, p.q.device, variant)

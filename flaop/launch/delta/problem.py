@@ -1,0 +1,101 @@
+"""One KDA call as the launchers of the chunk kernels see it."""
+
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+
+from ..kernel import arch, prepare
+from ..table import chunk_table
+
+CHUNK = 64
+SAFE_BOUND = -5.0  # gates in [SAFE_BOUND, 0] may be factored within blocks of 16 tokens
+DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+class Problem(NamedTuple):
+    """One call as the launchers see it: aligned contiguous tensors, sizes, flags."""
+
+    call: object
+    q: torch.Tensor  # [B, T, H, K]
+    k: torch.Tensor  # [B, T, H, K]
+    v: torch.Tensor  # [B, T, HV, V]
+    g: torch.Tensor  # [B, T, HV, K]
+    beta: torch.Tensor  # [B, T, HV]
+    A_log: torch.Tensor | None  # [HV]
+    dt_bias: torch.Tensor | None  # [HV, K] or [HV * K]
+    h0: torch.Tensor | None  # [N, HV, K, V] or [N, HV, V, K]
+    table: object  # ChunkTable or None
+    rows: int  # (sequence, chunk) rows of the grid
+    gate: dict  # constexprs of the in-kernel options
+    precision: str  # of products of the input dtype
+    split: bool  # sums of gates from two fp16 terms
+    inverse_dtype: tl.dtype  # operand dtype of the triangular inverse
+    state_dtype: tl.dtype  # operand dtype of products with the state
+    stored_state: torch.dtype  # of states kept per chunk
+
+    def config(self, function, *flags):
+        """(constexpr tiles, launch options) of a configuration function for this call."""
+        call = self.call
+        chosen = function(arch(self.q.device), call.K, call.V, DTYPE_NAMES[self.q.dtype], *flags)
+        tiles = {"K": call.K, "V": call.V, "BT": CHUNK}
+        for name in ("BK", "BV", "BN"):
+            if name in chosen:
+                tiles[name] = chosen.pop(name)
+        return tiles, chosen
+
+    @property
+    def state_shape(self):
+        call = self.call
+        last = (call.V, call.K) if call.state_v_first else (call.K, call.V)
+        return (call.N, call.HV, *last)
+
+    @property
+    def bounds(self):
+        return self.table.bounds if self.table else None
+
+    @property
+    def offsets(self):
+        return self.table.offsets if self.table else None
+
+    @property
+    def table_rows(self):
+        return self.table.rows if self.table else None
+
+
+def problem(call):
+    """The Problem of a checked call; builds the chunk table of a packed one."""
+    B, T, N = call.B, call.T, call.N
+    packed = call.cu_seqlens is not None
+    rows = max(-(-T // CHUNK) + N - 1, 0) if packed else B * -(-T // CHUNK)
+    dtype = call.q.dtype
+    if call.use_gate_in_kernel:
+        bounded = call.lower_bound is not None and call.lower_bound >= SAFE_BOUND
+    else:
+        bounded = call.safe_gate
+    gate = {
+        "USE_GATE": call.use_gate_in_kernel,
+        "HAS_A_LOG": call.use_gate_in_kernel and call.A_log is not None,
+        "HAS_BIAS": call.use_gate_in_kernel and call.dt_bias is not None,
+        "HAS_BOUND": call.use_gate_in_kernel and call.lower_bound is not None,
+        "USE_L2NORM": call.use_qk_l2norm_in_kernel,
+        "BETA_SIGMOID": call.use_beta_sigmoid_in_kernel,
+        "NEG_EIGVAL": call.allow_neg_eigval,
+        # the centred factors of bounded gates leave the range of fp16
+        "BOUNDED": bounded and dtype != torch.float16,
+        "IS_VARLEN": packed,
+    }
+    return Problem(
+        call,
+        *(prepare(x) for x in (call.q, call.k, call.v, call.g, call.beta)),
+        *(prepare(x) for x in (call.A_log, call.dt_bias, call.initial_state)),
+        table=chunk_table(call.cu_seqlens, T, rows, CHUNK),
+        rows=rows,
+        gate=gate,
+        precision="tf32x3" if dtype == torch.float32 else "tf32",
+        split=dtype != torch.float32,
+        inverse_dtype=tl.float32 if dtype == torch.float32 else tl.float16,
+        # 65504 is less than a sum of values may reach
+        state_dtype=tl.bfloat16 if dtype == torch.bfloat16 else tl.float32,
+        stored_state=torch.bfloat16 if dtype == torch.bfloat16 else torch.float32,
+    )
