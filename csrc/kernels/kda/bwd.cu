@@ -18,11 +18,21 @@ namespace {
 constexpr int kThreads = 256, kWarps = 8;
 
 struct Shared {
-  __nv_bfloat16 d_o[kTokens][kRow];  // later dq on its way out
-  __nv_bfloat16 v_new[kTokens][kRow];  // later dk
+  union {
+    struct {
+      __nv_bfloat16 d_o[kTokens][kRow];    // later dq on its way out
+      __nv_bfloat16 v_new[kTokens][kRow];  // later dk
+    };
+    float2 gate[4 * kBlocks][kThreads];  // a lane's gate sums within blocks of 16
+  };
   __nv_bfloat16 dv_new[kTokens][kRow];  // later dg
   __nv_bfloat16 q[kTokens][kRow], k[kTokens][kRow];
-  __nv_bfloat16 h[kHead][kRow], dh[kHead][kRow];
+  union {
+    struct {
+      __nv_bfloat16 h[kHead][kRow], dh[kHead][kRow];
+    };
+    float parked[2][8 * kBlocks][kThreads];  // accumulators that a pass does not touch
+  };
   union {
     __nv_bfloat16 v[kTokens][kRow];       // then dv
     __nv_bfloat16 kb[kHead][kPairRow];    // beta k exp2(G), transposed
@@ -112,18 +122,12 @@ __device__ __forceinline__ void store_block(__nv_bfloat16 (*x)[kPairRow], const 
     }
 }
 
-// dA_qk = scale do V'^T to shared memory, and dv beta^T of dV' v^T kept: a warp's one or two blocks.
-__device__ void value_pairs(Shared& s, float (&dA)[2][2][4], float scale) {
-  const int warp = threadIdx.x / 32, p = 2 * (threadIdx.x % 4);
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-#pragma unroll
-    for (int n = 0; n < 2; ++n)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) dA[i][n][j] = 0.f;
-    if (warp + 8 * i >= 10) break;
-    const Block at = block_of(warp + 8 * i);
-    float qk[2][4] = {};
+// dA_qk = scale do V'^T, and the part dV' (beta v)^T of dA, to shared memory. A block a warp, two for two of them.
+__device__ void value_pairs(Shared& s, float scale) {
+  const int p = 2 * (threadIdx.x % 4);
+  for (int i = threadIdx.x / 32; i < 10; i += kWarps) {
+    const Block at = block_of(i);
+    float qk[2][4] = {}, dA[2][4] = {};
 #pragma unroll
     for (int c = 0; c < kHead; c += 16) {
       uint32_t a[4], b[4];
@@ -132,14 +136,26 @@ __device__ void value_pairs(Shared& s, float (&dA)[2][2][4], float scale) {
       mma16(qk, a, b);
       load_left(a, s.dv_new, at.row * kBlock, c);
       load_right(b, s.v, at.column * kBlock, c);
-      mma16(dA[i], a, b);
+      mma16(dA, a, b);
     }
-    store_block(s.dA_qk, qk, at, scale, [](int row, int column) { return row >= column; });
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
-      for (int j = 0; j < 4; ++j) dA[i][n][j] *= s.beta[at.column * kBlock + 8 * n + p + j % 2];
+      for (int j = 0; j < 4; ++j) dA[n][j] *= s.beta[at.column * kBlock + 8 * n + p + j % 2];
+    store_block(s.dA_qk, qk, at, scale, [](int row, int column) { return row >= column; });
+    store_block(s.dL, dA, at, 1.f, [](int, int) { return true; });
   }
+}
+
+// What store_block stored.
+__device__ __forceinline__ void load_block(float (&c)[2][4], const __nv_bfloat16 (*x)[kPairRow], Block at) {
+  const int lane = threadIdx.x % 32, r = lane / 4, p = 2 * (lane % 4);
+#pragma unroll
+  for (int n = 0; n < 2; ++n)
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      pair(c[n], i) = unpack_bf16(
+          *reinterpret_cast<const uint32_t*>(&x[at.row * kBlock + r + 8 * i][at.column * kBlock + 8 * n + p]));
 }
 
 // dv = beta A^T dV' in the place of v, and its part of dbeta. A warp a slab of 16 values.
@@ -255,14 +271,19 @@ __device__ __forceinline__ void suffix_sums(Pairs& x, const float (&last)[2]) {
   }
 }
 
-// What a lane accumulates over the pairs, and what it needs for them.
+// What a lane holds during the pairs. They are worked through twice, first for the gradients of rows, then for
+// those of columns: all accumulators at once do not fit in registers.
 struct Lane {
-  Words q, k;                 // raw rows
-  Pairs gate;                 // inclusive sums within blocks of 16
+  Words q, k;  // raw rows
   float total[kBlocks][2];
-  Sums dq, dk_erase, dk_write;  // dk_erase without beta
+  Sums dq;  // rows
+  Sums dk;  // rows: dk_erase / beta; columns: all of dk
   Pairs dgate;
 
+  // Inclusive sum of the gates within the block of 16.
+  __device__ __forceinline__ float2 gate(const Shared& s, int block, int half, int c) const {
+    return s.gate[4 * block + 2 * half + c][threadIdx.x];
+  }
   __device__ __forceinline__ float2 query(const Shared& s, int block, int f) const {
     return multiply(unpack_bf16(q[block][f]), load2(&s.q_norm[lane_token(block, f / 2)]));
   }
@@ -270,6 +291,13 @@ struct Lane {
     return multiply(unpack_bf16(k[block][f]), load2(&s.k_norm[lane_token(block, f / 2)]));
   }
 };
+
+// Hides what the rows and shared memory hold, so that nothing computed from them is kept in registers.
+__device__ __forceinline__ void forget(Lane& x) {
+  asm volatile("" ::: "memory");
+#pragma unroll
+  for (int i = 0; i < 4 * kBlocks; ++i) asm volatile("" : "+r"(x.q[i / 4][i % 4]), "+r"(x.k[i / 4][i % 4]));
+}
 
 // Left operands of one block: scaled rows q and beta k, scaled columns k, and the factors.
 struct Operands {
@@ -299,97 +327,125 @@ __device__ __forceinline__ void add_scaled(float2& to, float2 a, float2 b) {
   to.y += a.y * b.y;
 }
 
-// Gradients of the pairs of rows of block I with columns of block J; mask: which of them count (all ones: all).
-__device__ __forceinline__ void pair_gradients(const Shared& s, Lane& x, const Operands& row, const Operands& column,
-                                               int I, int J, const uint32_t (&row_mask)[4],
-                                               const uint32_t (&column_mask)[4]) {
-  uint32_t b[4];
-  float rq[2][4] = {}, rk[2][4] = {}, c[2][4] = {};
-  load_right(b, s.dA_qk, I * kBlock, J * kBlock);
+__device__ __forceinline__ void mask(uint32_t (&b)[4], const uint32_t (&m)[4]) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) b[i] &= row_mask[i];
-  mma16(rq, column.k, b);
+  for (int i = 0; i < 4; ++i) b[i] &= m[i];
+}
+
+// Pairs of rows of block I with columns of block J: gradients of the rows. m: which pairs count.
+__device__ __forceinline__ void row_gradients(const Shared& s, Lane& x, const Operands& row, const Operands& column,
+                                              int I, int J, const uint32_t (&m)[4]) {
+  uint32_t a[4], b[4];
+  float rq[2][4] = {}, rk[2][4] = {};
+  load_right(a, s.dA_qk, I * kBlock, J * kBlock);
   load_right(b, s.dL, I * kBlock, J * kBlock);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) b[i] &= row_mask[i];
+  mask(a, m);
+  mask(b, m);
+  mma16(rq, column.k, a);
   mma16(rk, column.k, b);
-  load_right_transposed(b, s.dA_qk, I * kBlock, J * kBlock);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) b[i] &= column_mask[i];
-  mma16(c, row.q, b);
-  load_right_transposed(b, s.dL, I * kBlock, J * kBlock);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) b[i] &= column_mask[i];
-  mma16(c, row.k, b);
 #pragma unroll
   for (int f = 0; f < 4; ++f) {
-    const int half = f / 2, channel = f % 2;
-    add_scaled(pair(x.dq[I][half], channel), row.factor[f], pair(rq[half], channel));
-    add_scaled(pair(x.dk_erase[I][half], channel), row.factor[f], pair(rk[half], channel));
-    add_scaled(pair(x.dk_write[J][half], channel), column.factor[f], pair(c[half], channel));
-    float2& dI = x.dgate[I][half][channel];
-    add_scaled(dI, unpack_bf16(row.q[f]), pair(rq[half], channel));
-    add_scaled(dI, unpack_bf16(row.k[f]), pair(rk[half], channel));
-    float2& dJ = x.dgate[J][half][channel];
-    const float2 z = unpack_bf16(column.k[f]);
-    add_scaled(dJ, make_float2(-z.x, -z.y), pair(c[half], channel));
+    const int half = f / 2, c = f % 2;
+    add_scaled(pair(x.dq[I][half], c), row.factor[f], pair(rq[half], c));
+    add_scaled(pair(x.dk[I][half], c), row.factor[f], pair(rk[half], c));
+    add_scaled(x.dgate[I][half][c], unpack_bf16(row.q[f]), pair(rq[half], c));
+    add_scaled(x.dgate[I][half][c], unpack_bf16(row.k[f]), pair(rk[half], c));
   }
 }
 
-__device__ __forceinline__ void exponents(float2 (&f)[4], const Lane& x, int block, float sign, const float (&shift)[2]) {
+// The same pairs: gradients of the columns.
+__device__ __forceinline__ void column_gradients(const Shared& s, Lane& x, const Operands& row, const Operands& column,
+                                                 int I, int J, const uint32_t (&m)[4]) {
+  uint32_t a[4], b[4];
+  float c[2][4] = {}, d[2][4] = {};
+  load_right_transposed(a, s.dA_qk, I * kBlock, J * kBlock);
+  load_right_transposed(b, s.dL, I * kBlock, J * kBlock);
+  mask(a, m);
+  mask(b, m);
+  mma16(c, row.q, a);
+  mma16(d, row.k, b);
+#pragma unroll
+  for (int f = 0; f < 4; ++f) {
+    const int half = f / 2, channel = f % 2;
+    const float2 sum = add(pair(c[half], channel), pair(d[half], channel));
+    add_scaled(pair(x.dk[J][half], channel), column.factor[f], sum);
+    const float2 z = unpack_bf16(column.k[f]);
+    add_scaled(x.dgate[J][half][channel], make_float2(-z.x, -z.y), sum);
+  }
+}
+
+template <bool ROWS>
+__device__ __forceinline__ void pair_gradients(const Shared& s, Lane& x, const Operands& row, const Operands& column,
+                                               int I, int J, const uint32_t (&row_mask)[4],
+                                               const uint32_t (&column_mask)[4]) {
+  if constexpr (ROWS) {
+    row_gradients(s, x, row, column, I, J, row_mask);
+  } else {
+    column_gradients(s, x, row, column, I, J, column_mask);
+  }
+}
+
+__device__ __forceinline__ void exponents(const Shared& s, float2 (&f)[4], const Lane& x, int block, float sign,
+                                          const float (&shift)[2]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float2 e = x.gate[block][i / 2][i % 2];
+    const float2 e = x.gate(s, block, i / 2, i % 2);
     f[i] = exp2_pair(make_float2(sign * e.x + shift[i % 2], sign * e.y + shift[i % 2]));
   }
 }
 
 constexpr uint32_t kAll = 0xffffffffu;
 
+template <bool ROWS>
 __device__ __forceinline__ void pairs_between(const Shared& s, Lane& x) {
   const uint32_t all[4] = {kAll, kAll, kAll, kAll};
 #pragma unroll
   for (int I = 1; I < kBlocks; ++I) {
+    forget(x);
     Operands row, column;
     float2 f[4];
-    exponents(f, x, I, 1.f, {0.f, 0.f});
+    exponents(s, f, x, I, 1.f, {0.f, 0.f});
     row.rows(s, x, I, f);
 #pragma unroll
     for (int J = 0; J < I; ++J) {
+      forget(x);
       float rest[2] = {0.f, 0.f};
 #pragma unroll
       for (int m = J; m < I; ++m) {
         rest[0] += x.total[m][0];
         rest[1] += x.total[m][1];
       }
-      exponents(f, x, J, -1.f, rest);
+      exponents(s, f, x, J, -1.f, rest);
       column.columns(s, x, J, f);
-      pair_gradients(s, x, row, column, I, J, all, all);
+      pair_gradients<ROWS>(s, x, row, column, I, J, all, all);
     }
   }
 }
 
+template <bool ROWS>
 __device__ __forceinline__ void pairs_within_bounded(const Shared& s, Lane& x) {
   const uint32_t all[4] = {kAll, kAll, kAll, kAll};
 #pragma unroll
   for (int I = 0; I < kBlocks; ++I) {
+    forget(x);
     Operands row, column;
     float2 f[4];
-    exponents(f, x, I, 1.f, {kCentre, kCentre});
+    exponents(s, f, x, I, 1.f, {kCentre, kCentre});
     row.rows(s, x, I, f);
-    exponents(f, x, I, -1.f, {-kCentre, -kCentre});
+    forget(x);
+    exponents(s, f, x, I, -1.f, {-kCentre, -kCentre});
     column.columns(s, x, I, f);
-    pair_gradients(s, x, row, column, I, I, all, all);
+    pair_gradients<ROWS>(s, x, row, column, I, I, all, all);
   }
 }
 
 // The gate sum of the token `reference` of a lane's block, for both channels.
-__device__ __forceinline__ float reference_gate(const Lane& x, int block, int channel, int reference) {
-  const float2 e = x.gate[block][reference / 8][channel];
+__device__ __forceinline__ float reference_gate(const Shared& s, const Lane& x, int block, int channel, int reference) {
+  const float2 e = x.gate(s, block, reference / 8, channel);
   return __shfl_sync(~0u, reference % 2 ? e.y : e.x, reference % 8 / 2, 4);
 }
 
-template <int LEVEL>
+template <bool ROWS, int LEVEL>
 __device__ __forceinline__ void pairs_level(const Shared& s, Lane& x) {
   const int lane = threadIdx.x % 32, r = lane / 4, p = 2 * (lane % 4);
   const auto counts = [](int i, int j) {
@@ -407,15 +463,16 @@ __device__ __forceinline__ void pairs_level(const Shared& s, Lane& x) {
     }
 #pragma unroll
   for (int I = 0; I < kBlocks; ++I) {
+    forget(x);
     float2 f[4];
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const float2 e = x.gate[I][half][c];
+        const float2 e = x.gate(s, I, half, c);
         float2 reference;
         if constexpr (LEVEL == 8) {
-          reference.x = reference.y = reference_gate(x, I, c, 7);
+          reference.x = reference.y = reference_gate(s, x, I, c, 7);
         } else if constexpr (LEVEL == 1) {
           reference.x = reference.y = e.x;  // the even token of the pair
         } else {
@@ -429,11 +486,12 @@ __device__ __forceinline__ void pairs_level(const Shared& s, Lane& x) {
     Operands row, column;
     row.rows(s, x, I, f);
     column.columns(s, x, I, f);
-    pair_gradients(s, x, row, column, I, I, row_mask, column_mask);
+    pair_gradients<ROWS>(s, x, row, column, I, I, row_mask, column_mask);
   }
 }
 
 // The diagonal of A_qk: a plain product of rows, without decay.
+template <bool ROWS>
 __device__ __forceinline__ void pairs_diagonal(const Shared& s, Lane& x) {
 #pragma unroll
   for (int I = 0; I < kBlocks; ++I)
@@ -441,9 +499,36 @@ __device__ __forceinline__ void pairs_diagonal(const Shared& s, Lane& x) {
     for (int f = 0; f < 4; ++f) {
       const int t = lane_token(I, f / 2);
       const float2 d = make_float2(__bfloat162float(s.dA_qk[t][t]), __bfloat162float(s.dA_qk[t + 1][t + 1]));
-      add_scaled(pair(x.dq[I][f / 2], f % 2), d, x.key(s, I, f));
-      add_scaled(pair(x.dk_write[I][f / 2], f % 2), d, x.query(s, I, f));
+      if constexpr (ROWS) {
+        add_scaled(pair(x.dq[I][f / 2], f % 2), d, x.key(s, I, f));
+      } else {
+        add_scaled(pair(x.dk[I][f / 2], f % 2), d, x.query(s, I, f));
+      }
     }
+}
+
+template <bool ROWS, bool BOUNDED>
+__device__ __forceinline__ void all_pairs(const Shared& s, Lane& x) {
+  pairs_between<ROWS>(s, x);
+  if constexpr (BOUNDED) {
+    pairs_within_bounded<ROWS>(s, x);
+  } else {
+    pairs_level<ROWS, 8>(s, x);
+    pairs_level<ROWS, 4>(s, x);
+    pairs_level<ROWS, 2>(s, x);
+    pairs_level<ROWS, 1>(s, x);
+    pairs_diagonal<ROWS>(s, x);
+  }
+}
+
+// Accumulators to and from a place of the lane's own.
+__device__ __forceinline__ void park(Shared& s, int place, const Sums& x) {
+#pragma unroll
+  for (int i = 0; i < 8 * kBlocks; ++i) s.parked[place][i][threadIdx.x] = x[i / 8][i / 4 % 2][i % 4];
+}
+__device__ __forceinline__ void unpark(const Shared& s, int place, Sums& x) {
+#pragma unroll
+  for (int i = 0; i < 8 * kBlocks; ++i) x[i / 8][i / 4 % 2][i % 4] = s.parked[place][i][threadIdx.x];
 }
 
 // Sums of a per-element product over a warp's channels, per token, to part[which].
@@ -522,8 +607,7 @@ __global__ void __launch_bounds__(kThreads, 1) kda_bwd_kernel(const flaop_kda_bw
   copy_wait_group<1>();
   __syncthreads();
 
-  float dA[2][2][4];
-  value_pairs(s, dA, call.scale);
+  value_pairs(s, call.scale);
   __syncthreads();
   value_gradient(s);
   copy_wait();
@@ -535,11 +619,11 @@ __global__ void __launch_bounds__(kThreads, 1) kda_bwd_kernel(const flaop_kda_bw
 
   // through the states
   Lane x;
-  Sums dW;
+  Sums dW, dk_write;
 #pragma unroll
   for (int i = 0; i < 8 * kBlocks; ++i) {
     const int block = i / 8, half = i / 4 % 2, j = i % 4;
-    x.dq[block][half][j] = x.dk_write[block][half][j] = dW[block][half][j] = 0.f;
+    x.dq[block][half][j] = dk_write[block][half][j] = dW[block][half][j] = 0.f;
   }
   float last[2] = {0.f, 0.f};
 #pragma unroll 2
@@ -559,27 +643,36 @@ __global__ void __launch_bounds__(kThreads, 1) kda_bwd_kernel(const flaop_kda_bw
       load_right(b, s.dv_new, block * kBlock, c);
       mma16(dW[block], S, b);
       load_right(b, s.v_new, block * kBlock, c);
-      mma16(x.dk_write[block], dS, b);
+      mma16(dk_write[block], dS, b);
     }
   }
+  Words minus_dW;
+#pragma unroll
+  for (int i = 0; i < 4 * kBlocks; ++i) {
+    const float2 w = pair(dW[i / 4][i / 2 % 2], i % 2);
+    minus_dW[i / 4][i % 4] = pack_bf16(-w.x, -w.y);
+  }
   const Gate gate(call, head);
-  load_gates<G>(call, s, chunk, head, channel, x.gate);
+  Pairs gates;
+  load_gates<G>(call, s, chunk, head, channel, gates);
   with_kind(call.gate, [&](auto kind) {
 #pragma unroll
     for (int i = 0; i < 4 * kBlocks; ++i) {
-      float2& y = x.gate[i / 4][i / 2 % 2][i % 2];
+      float2& y = gates[i / 4][i / 2 % 2][i % 2];
       const int t = lane_token(i / 4, i / 2 % 2);
       const float y0 = gate.activate<kind>(y.x), y1 = gate.activate<kind>(y.y);
       y = make_float2(t < length ? y0 : 0.f, t + 1 < length ? y1 : 0.f);
     }
   });
-  prefix_gates(x.gate, x.total);
+  prefix_gates(gates, x.total);
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block) {
     load_left_transposed(x.q[block], s.q, block * kBlock, 16 * warp);
     load_left_transposed(x.k[block], s.k, block * kBlock, 16 * warp);
   }
-  __syncthreads();  // v and g have been read, the norms are there
+  __syncthreads();  // v, g, d_o and v_new have been read, the norms are there
+#pragma unroll
+  for (int i = 0; i < 4 * kBlocks; ++i) s.gate[i][threadIdx.x] = gates[i / 4][i / 2 % 2][i % 2];
 
   float all[2] = {0.f, 0.f};
 #pragma unroll
@@ -590,8 +683,7 @@ __global__ void __launch_bounds__(kThreads, 1) kda_bwd_kernel(const flaop_kda_bw
   last[0] = quad_sum(last[0]) * exp2_approx(all[0]);
   last[1] = quad_sum(last[1]) * exp2_approx(all[1]);
   float before[2] = {0.f, 0.f}, written[2] = {0.f, 0.f};
-  Words dW_bf16;
-  Pairs decay;  // exp2(G)
+  forget(x);
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block) {
     float after[2] = {0.f, 0.f};
@@ -603,29 +695,30 @@ __global__ void __launch_bounds__(kThreads, 1) kda_bwd_kernel(const flaop_kda_bw
 #pragma unroll
     for (int f = 0; f < 4; ++f) {
       const int half = f / 2, c = f % 2, t = lane_token(block, half);
-      const float2 e = x.gate[block][half][c];
+      const float2 e = x.gate(s, block, half, c);
       const float2 eG = exp2_pair(make_float2(before[c] + e.x, before[c] + e.y));
       const float2 eE = exp2_pair(make_float2(after[c] - e.x, after[c] - e.y));
-      decay[block][half][c] = eG;
       const float2 k = x.key(s, block, f), q = x.query(s, block, f);
       float2& dq = pair(x.dq[block][half], c);
       dq = make_float2(dq.x * eG.x * call.scale, dq.y * eG.y * call.scale);
-      float2& dw = pair(x.dk_write[block][half], c);
+      float2& dw = pair(dk_write[block][half], c);
       dw = multiply(dw, eE);
       const float2 w = multiply(k, dw);
       written[c] += w.x + w.y;
       x.dgate[block][half][c] = subtract(multiply(q, dq), w);
-      const float2 minus = pair(dW[block][half], c);
-      dW_bf16[block][f] = pack_bf16(-minus.x, -minus.y);
-      *reinterpret_cast<uint32_t*>(&s.dW[channel + 8 * c][t]) = dW_bf16[block][f];
+      *reinterpret_cast<uint32_t*>(&s.dW[channel + 8 * c][t]) = minus_dW[block][f];
       *reinterpret_cast<uint32_t*>(&s.kb[channel + 8 * c][t]) = pack_bf16(multiply(multiply(k, eG), load2(&s.beta[t])));
     }
     before[0] += x.total[block][0];
     before[1] += x.total[block][1];
   }
+  park(s, 0, dk_write);
+  park(s, 1, x.dq);
   last[0] += quad_sum(written[0]);
   last[1] += quad_sum(written[1]);
+  forget(x);
   // dk_erase / beta = exp2(G) A^T dW
+  before[0] = before[1] = 0.f;
 #pragma unroll
   for (int m = 0; m < kBlocks; ++m) {
     float c[2][4] = {};
@@ -633,32 +726,35 @@ __global__ void __launch_bounds__(kThreads, 1) kda_bwd_kernel(const flaop_kda_bw
     for (int t = m; t < kBlocks; ++t) {
       uint32_t b[4];
       load_right_transposed(b, s.A, t * kBlock, m * kBlock);
-      mma16(c, dW_bf16[t], b);
+      mma16(c, minus_dW[t], b);
     }
 #pragma unroll
     for (int f = 0; f < 4; ++f) {
-      const float2 de = multiply(pair(c[f / 2], f % 2), decay[m][f / 2][f % 2]);
-      pair(x.dk_erase[m][f / 2], f % 2) = de;
+      const float2 e = x.gate(s, m, f / 2, f % 2);
+      const float2 eG = exp2_pair(make_float2(before[f % 2] + e.x, before[f % 2] + e.y));
+      const float2 de = multiply(pair(c[f / 2], f % 2), eG);
+      pair(x.dk[m][f / 2], f % 2) = de;
       const float2 beta = load2(&s.beta[lane_token(m, f / 2)]);
       add_scaled(x.dgate[m][f / 2][f % 2], multiply(x.key(s, m, f), beta), de);
     }
+    before[0] += x.total[m][0];
+    before[1] += x.total[m][1];
   }
   __syncthreads();
 
   // dA, and through the inverse: dL = -A^T (dA A^T)
-  const auto lower = [](int i, int j) { return i >= j; };
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    if (warp + 8 * i >= 10) break;
-    const Block at = block_of(warp + 8 * i);
+  for (int i = warp; i < 10; i += kWarps) {
+    const Block at = block_of(i);
+    float dA[2][4];
+    load_block(dA, s.dL, at);
 #pragma unroll 2
     for (int c = 0; c < kHead; c += 16) {
       uint32_t a[4], b[4];
       load_left_transposed(a, s.dW, c, at.row * kBlock);
       load_right_transposed(b, s.kb, c, at.column * kBlock);
-      mma16(dA[i], a, b);
+      mma16(dA, a, b);
     }
-    store_block(s.dL, dA[i], at, 1.f, lower);
+    store_block(s.dL, dA, at, 1.f, [](int row, int column) { return row >= column; });
   }
   __syncthreads();
   for (int i = warp; i < 10; i += kWarps) {
@@ -686,34 +782,33 @@ __global__ void __launch_bounds__(kThreads, 1) kda_bwd_kernel(const flaop_kda_bw
   }
   __syncthreads();
 
-  // through the pairs
-  pairs_between(s, x);
-  if constexpr (BOUNDED) {
-    pairs_within_bounded(s, x);
-  } else {
-    pairs_level<8>(s, x);
-    pairs_level<4>(s, x);
-    pairs_level<2>(s, x);
-    pairs_level<1>(s, x);
-    pairs_diagonal(s, x);
-  }
-
-  // sums over channels: dbeta, and what the L2 norms need
+  // through the pairs: rows, which completes dq and gives dbeta, then columns
+  forget(x);
+  unpark(s, 1, x.dq);
+  all_pairs<true, BOUNDED>(s, x);
+  park(s, 1, x.dq);
+  forget(x);
   Sums products;
 #pragma unroll
   for (int i = 0; i < 4 * kBlocks; ++i) {
     const int block = i / 4, f = i % 4;
-    pair(products[block][f / 2], f % 2) = multiply(x.key(s, block, f), pair(x.dk_erase[block][f / 2], f % 2));
+    pair(products[block][f / 2], f % 2) = multiply(x.key(s, block, f), pair(x.dk[block][f / 2], f % 2));
   }
   sum_channels(s, 1, products);
-  const bool complete = call.H == call.HV;
+  unpark(s, 0, products);
 #pragma unroll
   for (int i = 0; i < 4 * kBlocks; ++i) {
     const int block = i / 4, f = i % 4;
     const float2 beta = load2(&s.beta[lane_token(block, f / 2)]);
-    float2& de = pair(x.dk_erase[block][f / 2], f % 2);
-    de = add(multiply(de, beta), pair(x.dk_write[block][f / 2], f % 2));  // dk of the normalised row
+    float2& dk = pair(x.dk[block][f / 2], f % 2);
+    dk = add(multiply(dk, beta), pair(products[block][f / 2], f % 2));
   }
+  forget(x);
+  all_pairs<false, BOUNDED>(s, x);
+  forget(x);
+  unpark(s, 1, x.dq);
+
+  const bool complete = call.H == call.HV;
   float db = 0.f;
   if (threadIdx.x < kTokens) {
 #pragma unroll
@@ -743,7 +838,7 @@ __global__ void __launch_bounds__(kThreads, 1) kda_bwd_kernel(const flaop_kda_bw
       for (int i = 0; i < 4 * kBlocks; ++i) {
         const int block = i / 4, f = i % 4;
         pair(products[block][f / 2], f % 2) =
-            which ? multiply(x.key(s, block, f), pair(x.dk_erase[block][f / 2], f % 2))
+            which ? multiply(x.key(s, block, f), pair(x.dk[block][f / 2], f % 2))
                   : multiply(x.query(s, block, f), pair(x.dq[block][f / 2], f % 2));
       }
       sum_channels(s, which, products);
@@ -761,7 +856,7 @@ __global__ void __launch_bounds__(kThreads, 1) kda_bwd_kernel(const flaop_kda_bw
 #pragma unroll
   for (int i = 0; i < 4 * kBlocks; ++i) {
     const int block = i / 4, f = i % 4, t = lane_token(block, f / 2);
-    float2 dq = pair(x.dq[block][f / 2], f % 2), dk = pair(x.dk_erase[block][f / 2], f % 2);
+    float2 dq = pair(x.dq[block][f / 2], f % 2), dk = pair(x.dk[block][f / 2], f % 2);
     if (!complete) {
       scatter(static_cast<float*>(p.dq), chunk, call.HV, head, channel, block, f, dq);
       scatter(static_cast<float*>(p.dk), chunk, call.HV, head, channel, block, f, dk);
@@ -785,14 +880,14 @@ __global__ void __launch_bounds__(kThreads, 1) kda_bwd_kernel(const flaop_kda_bw
       copy_wait();
       __syncthreads();
     }
-    load_gates<G>(call, s, chunk, head, channel, x.gate);
+    load_gates<G>(call, s, chunk, head, channel, gates);
     float da = 0.f, bias[2] = {0.f, 0.f};
     const auto derive = [&](auto kind) {
 #pragma unroll
       for (int i = 0; i < 4 * kBlocks; ++i) {
         const int block = i / 4, f = i % 4, t = lane_token(block, f / 2);
         float2& d = x.dgate[block][f / 2][f % 2];
-        const float2 y = x.gate[block][f / 2][f % 2];
+        const float2 y = gates[block][f / 2][f % 2];
         const float2 a = gate.derivative<kind>(t < length ? d.x : 0.f, y.x);
         const float2 b = gate.derivative<kind>(t + 1 < length ? d.y : 0.f, y.y);
         d = make_float2(a.x, b.x);

@@ -54,12 +54,12 @@ struct Gate {
   __device__ __forceinline__ float2 derivative(float dg, float x) const {
     if constexpr (KIND == FLAOP_GATE_BOUNDED) {
       const float z = amplitude * x, e = exp2_approx(-fabsf(z));
-      const float dz = e == 0.f ? 0.f : dg * (bound / kLog2e) * __fdividef(e, (1.f + e) * (1.f + e));
-      return make_float2(dz * amplitude, e == 0.f ? 0.f : dz * z / kLog2e);
+      const float dz = dg * (bound / kLog2e) * __fdividef(e, (1.f + e) * (1.f + e));
+      return make_float2(dz * amplitude, dz * z * (1.f / kLog2e));
     } else {
       const float y = -amplitude * softplus_base2(x);
       const float live = y > kFloor ? dg : 0.f;
-      return make_float2(-live * amplitude * sigmoid_base2(x), live * fmaxf(y, kFloor) / kLog2e);
+      return make_float2(-live * amplitude * sigmoid_base2(x), live * fmaxf(y, kFloor) * (1.f / kLog2e));
     }
   }
 };
