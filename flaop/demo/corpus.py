@@ -36,8 +36,10 @@ def load(root: pathlib.Path | None = None) -> Corpus:
             side.append(path.read_bytes())
     if not train or not validation:
         raise DemoError(f"no Python source files to learn from under {root}")
-    sides = (torch.frombuffer(bytearray(b"\0".join(s)), dtype=torch.uint8).clone()
-             for s in (train, validation))
+    sides = (
+        torch.frombuffer(bytearray(b"\0".join(s)), dtype=torch.uint8).clone()
+        for s in (train, validation)
+    )
     return Corpus(*sides, files=len(train) + len(validation))
 
 

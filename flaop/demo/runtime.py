@@ -31,6 +31,7 @@ class GraphRecorder:
     def __init__(self):
         self.ops = collections.Counter()
         self.graphs = 0
+        torch._dynamo.utils.counters["graph_break"].clear()
 
     def __call__(self, graph_module, inputs):
         self.graphs += 1
@@ -75,7 +76,7 @@ class Interrupt:
 
 @contextlib.contextmanager
 def one_sentence_errors(device: torch.device):
-    """Turns running out of memory or disk into a DemoError."""
+    """Turns running out of memory into a DemoError."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError) as error:
@@ -106,7 +107,6 @@ def resolve_device(name: str | None) -> torch.device:
             raise DemoError(f"device {name!r} is not there: {count} CUDA devices are visible")
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")
     return device
 
 

@@ -28,7 +28,7 @@ from flaop.nn import HybridConfig, HybridModel
 # hidden_size, num_heads, head_dim, layers, tokens per sequence, sequences per batch, peak rate
 SIZES = {
     "tiny": (64, 2, 32, 4, 96, 4, 3e-3),
-    "small": (128, 2, 64, 4, 256, 8, 3e-3),
+    "small": (128, 2, 64, 4, 256, 4, 4e-3),
     "base": (512, 4, 128, 8, 1024, 32, 1.5e-3),
     "large": (1024, 8, 128, 12, 2048, 16, 8e-4),
 }
@@ -94,29 +94,29 @@ def run(args: argparse.Namespace) -> int:
             flush=True,
         )
         recorder = GraphRecorder()
-        loss = torch.compile(
-            lambda batch: _loss(model, batch), fullgraph=True, dynamic=False, backend=recorder
-        )
-        schedule = Schedule(args.steps, args.seconds or (60 if on_cuda else 100), rate)
+        loss = torch.compile(_loss, fullgraph=True, dynamic=False, backend=recorder)
+        seconds = args.seconds or (60 if on_cuda else 100)
+        schedule = Schedule(args.steps, seconds, rate, warmup=100 if on_cuda else 20)
         outcome = train(
             model,
-            loss,
+            lambda batch: loss(model, batch),
             _sampler(text.train.to(device), batch_size, length + 1, args.seed),
             schedule,
             dtype=dtype,
             unit=1 / math.log(2),
             unit_name="bits/byte",
         )
+        if not outcome.steps:
+            raise DemoError("interrupted before the first step was done, nothing is saved", 130)
         save_checkpoint(model, args.output, outcome.steps)
         print(f"checkpoint after {outcome.steps} steps: {args.output}", flush=True)
         if outcome.interrupted:
             return 130
 
         held_out = corpus.windows(text.validation, _EVALUATION * batch_size, length + 1)
-        before = _evaluate(loss, held_out, batch_size, device, dtype)
-        # the compiled loss closes over `model`, so the reloaded parameters are evaluated by it
-        model.load_state_dict(load_checkpoint(args.output, device).state_dict())
-        after = _evaluate(loss, held_out, batch_size, device, dtype)
+        before = _evaluate(loss, model, held_out.split(batch_size), dtype)
+        model = load_checkpoint(args.output, device)
+        after = _evaluate(loss, model, held_out.split(batch_size), dtype)
         print(f"validation loss  {before:.4f} bits per byte, after the reload {after:.4f}")
         print(f"unigram table    {corpus.unigram_loss(text.train, held_out):.4f}")
         print(f"bigram table     {corpus.bigram_loss(text.train, held_out):.4f}", flush=True)
@@ -151,10 +151,11 @@ def _sampler(text: Tensor, batch_size: int, length: int, seed: int):
 
 
 @torch.no_grad()
-def _evaluate(loss, held_out: Tensor, batch_size: int, device, dtype) -> float:
+def _evaluate(loss, model: HybridModel, batches: tuple[Tensor, ...], dtype) -> float:
     """Mean loss in bits over all windows."""
+    device = next(model.parameters()).device
     with autocast(device, dtype):
-        losses = [loss(batch.to(device)) for batch in held_out.split(batch_size)]
+        losses = [loss(model, batch.to(device)) for batch in batches]
     return torch.stack(losses).mean().item() / math.log(2)
 
 
@@ -164,9 +165,7 @@ def _generate(model, prompt: Tensor, count: int, recorder, dtype) -> bool:
     best = "captured" if device.type == "cuda" else "compiled"
     speeds, decoder = {}, None
     for mode in dict.fromkeys(("eager", "compiled", best)):
-        decoder = Decoder(
-            model, max_length=prompt.shape[1] + count, mode=mode, backend=recorder
-        )
+        decoder = Decoder(model, max_length=prompt.shape[1] + count, mode=mode, backend=recorder)
         speeds[mode], logits = _decode(decoder, prompt, count)
     chosen = decoder.tokens()
     print(

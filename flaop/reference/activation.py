@@ -1,5 +1,6 @@
 """What KDA applies to its inputs before the recurrence (L2 norm, gate, beta), and its backward."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -7,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 L2NORM_EPS = 1e-6
+# exp of smaller log gates is zero anyway, and a gradient times -inf would be NaN.
+_LEAST_GATE = {torch.float32: -150 * math.log(2), torch.float64: -1100 * math.log(2)}
 
 
 class Activated(NamedTuple):
@@ -39,7 +42,7 @@ def activate(call) -> Activated:
         beta = torch.sigmoid(beta)
         if call.allow_neg_eigval:
             beta = 2 * beta
-    return Activated(q, k, v, g, beta)
+    return Activated(q, k, v, g.clamp_min(_LEAST_GATE[dtype]), beta)
 
 
 def activate_backward(call, active: Activated, grads: Activated, mask: list[bool]) -> tuple:
@@ -53,6 +56,8 @@ def activate_backward(call, active: Activated, grads: Activated, mask: list[bool
     dq = _norm_backward(call, call.q, active.q, dq) if mask[0] else None
     dk = _norm_backward(call, call.k, active.k, dk) if mask[1] else None
     dA_log = ddt_bias = None
+    # a gate at its floor has no slope; what is left of dg there is rounding of its neighbours
+    dg = dg.masked_fill(active.g <= _LEAST_GATE[active.g.dtype], 0)
     if call.use_gate_in_kernel and (mask[3] or mask[5] or mask[6]):
         dg, dA_log, ddt_bias = _gate_backward(call, active.g, dg)
     if call.use_beta_sigmoid_in_kernel:
@@ -92,7 +97,7 @@ def _gate_inputs(call, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def _gate_backward(call, g: Tensor, dg: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     x, rate = _gate_inputs(call, g.dtype)
     if call.lower_bound is None:
-        drate = _times(dg, g)
+        drate = dg * g
         dx = _times(-dg * torch.sigmoid(x), rate)
     else:
         z = rate * x

@@ -27,6 +27,7 @@ from flaop.reference.pairs import (
     pair_products,
     pair_products_backward,
     token_decay,
+    total_decay,
     unit_lower_inverse,
 )
 from flaop.reference.states import (
@@ -68,7 +69,7 @@ def forward(call, residuals: bool) -> tuple[Tensor, Tensor, Tensor | None, Tenso
         A_qk.diagonal(dim1=1, dim2=2).copy_((x.q * x.k).sum(-1))
         A = unit_lower_inverse(L)
         qg, erase = rows.unbind(2)
-        h, v_new = _scan(slab, flush(A @ erase), A @ x.write, kg, _last(x), S)
+        h, v_new = _scan(slab, flush(A @ erase), A @ x.write, kg, total_decay(x.decay), S)
         packing.scatter(torch.baddbmm(A_qk @ v_new, qg, h), slab, o)
         if residuals:
             packing.scatter(A, slab, A_out[..., : packing.width])
@@ -99,7 +100,7 @@ def backward(
         rows, kg = _rows(x), x.k.clone()
         decay_through(rows, kg, x.decay)
         A_slab = packing.gather(A, slab).to(dtype)
-        _scan(slab, flush(A_slab @ rows[:, :, 1]), A_slab @ x.write, kg, _last(x), S)
+        _scan(slab, flush(A_slab @ rows[:, :, 1]), A_slab @ x.write, kg, total_decay(x.decay), S)
 
     dS = final_state_gradient(call, packing, d_final_state)
     sizes = Activated(call.K, call.K, call.V, call.K, 1)
@@ -130,7 +131,7 @@ def _slab_backward(
         S: the states that enter the slab; overwritten.
         dS: the gradient of the states that leave it; becomes that of those that enter it.
     """
-    rows, kg, last = _rows(x), x.k.clone(), _last(x)
+    rows, kg, last = _rows(x), x.k.clone(), total_decay(x.decay)
     kept = [
         level._replace(rows=level.rows.clone(), columns=level.columns.clone())
         for level in levels(rows, kg, x.decay)
@@ -180,11 +181,6 @@ def _rows(x: _Chunks) -> Tensor:
     """Queries and erase keys ``[M, C, 2, K]``, each decayed by its own token."""
     rows = torch.stack((x.q, x.erase), dim=2)
     return rows.mul_(x.decay.unsqueeze(2))
-
-
-def _last(x: _Chunks) -> Tensor:
-    """The decay ``[M, 1, K]`` over the whole chunk."""
-    return flush(x.decay.prod(1, keepdim=True))
 
 
 def _scan(

@@ -39,6 +39,13 @@ def token_decay(g: Tensor) -> Tensor:
     return torch.threshold_(g.clamp_min(2 * math.log(least)).exp_(), least, 0)
 
 
+def total_decay(decay: Tensor) -> Tensor:
+    """``[M, width, K]`` of each token to ``[M, 1, K]`` over the whole chunk."""
+    while decay.shape[1] > 1:
+        decay = flush(decay[:, ::2] * decay[:, 1::2])
+    return decay
+
+
 def flush(x: Tensor) -> Tensor:
     """Zeroes what is below any rounding, in place."""
     return torch.hardshrink(x, _LEAST[x.dtype], out=x)

@@ -18,6 +18,8 @@ _TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
     torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1",
 }  # fmt: skip
+# columns of tensor memory that a block may have; a launch that needs more compiles to a trap
+TENSOR_MEMORY_LIMIT = 512
 # bytes of shared memory that a block may have
 SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 _UNIFORM = re.compile(r"UR(\d+)")
@@ -28,6 +30,7 @@ class Build(NamedTuple):
 
     name: str
     shared: int  # bytes
+    tensor_memory: int  # columns, on sm_100
     registers: int  # per thread
     spills: int  # local-memory instructions
     tensor_core: int  # matrix instructions
@@ -115,6 +118,7 @@ def build(record, arch):
     return Build(
         function.fn.__name__,
         compiled.metadata.shared,
+        getattr(compiled.metadata, "tmem_size", None) or 0,
         registers,
         sum(text.split(" ", 1)[0].startswith(("LDL", "STL")) or " LDL" in text or " STL" in text
             for text in instructions),

@@ -1,11 +1,11 @@
 """The chunkwise formula with the roundings a kernel is allowed, to measure what they cost.
 
-16-bit inputs: the operands of all matrix products are rounded to the input dtype, and so are W, U, V'
-and the inverse A; states are rounded to bfloat16 for bfloat16, and to a float16 mantissa with the range
-of float32 for float16. Products accumulate in float32, and everything else (gates, norms, decays, the
-inverse itself, diagonal blocks of 16 tokens, sums of partial gradients) stays in float32. The backward
-is the forward's by autograd, with the same rounding of the operands of its products. float32 and
-float64 inputs are rounded nowhere.
+16-bit inputs: the operands of all matrix products are rounded to the input dtype, and so are W, U,
+V' and the inverse A; states to bfloat16 for bfloat16, and to the mantissa of float16 with the range
+of float32 for float16. Products accumulate in float32, and everything else (gates, norms, decays,
+the inverse itself, diagonal blocks of 16 tokens, sums of partial gradients) stays in float32. The
+backward is the forward's by autograd, with the same rounding of the operands of its products.
+float32 and float64 inputs are rounded nowhere.
 """
 
 import torch

@@ -1,46 +1,43 @@
-"""Error budgets: what a kernel may be off by, and the assertions that hold it to that."""
+"""Error budgets: how far a result may be from the float64 oracle."""
 
 import math
 
 import torch
 from torch import Tensor
 
-# Largest relative error whatever the budget says.
+# Largest relative error whatever the budget says, by the bits of the inputs.
 _CEILING = {
-    ("output", 16): 1e-2,
-    ("gradient", 16): 2e-2,
-    ("output", 32): 1e-4,
-    ("gradient", 32): 1e-4,
-    ("output", 64): 1e-9,
-    ("gradient", 64): 1e-9,
+    "output": {16: 1e-2, 32: 1e-4, 64: 1e-9},
+    "gradient": {16: 2e-2, 32: 1e-4, 64: 1e-9},
 }
-# A tensor whose root mean square is below this share of `unit` counts as zero and is compared absolutely.
+# A tensor whose root mean square is below this share of `unit` counts as zero.
 _ZERO = 1e-6
 
 
 def relative_error(x: Tensor, ref: Tensor) -> float:
-    """Norm of ``x - ref`` over the norm of ``ref``; inf when ``x`` holds a NaN or differs from a zero ``ref``."""
-    x, ref = (y.detach().cpu().double() for y in (x, ref))
-    if x.shape != ref.shape:
-        raise ValueError(f"shapes differ: {tuple(x.shape)} and {tuple(ref.shape)}")
+    """Norm of ``x - ref`` over the norm of ``ref``.
+
+    inf when ``x`` is not finite where ``ref`` is, or is not zero where all of ``ref`` is.
+    """
+    x, ref = _comparable(x, ref)
     error, norm = (x - ref).norm().item(), ref.norm().item()
     if not math.isfinite(error):
         return math.inf
-    return error / norm if norm > 0 else (math.inf if error > 0 else 0.0)
+    if norm == 0:
+        return math.inf if error > 0 else 0.0
+    return error / norm
 
 
 def worst_error(x: Tensor, ref: Tensor, dims: tuple[int, ...], floor: float = 1e-3) -> float:
     """The largest :func:`relative_error` among the slices of ``x`` along ``dims``.
 
     Args:
-        dims: what stays apart, e.g. ``(0, 1, 2)`` of ``o [B, T, HV, V]`` for each row of each head, ``(2, 3)``
-            of ``dg [B, T, HV, K]`` for each channel, ``(0, 1)`` of a state for each head.
-        floor: a slice whose root mean square is below this share of the whole tensor's is measured against
-            that share instead: its digits are rounding of the others.
+        dims: what is kept apart, e.g. ``(0, 1, 2)`` of ``o [B, T, HV, V]`` for each row of a head,
+            ``(2, 3)`` of ``dg [B, T, HV, K]`` for each channel, ``(0, 1)`` of a state for a head.
+        floor: a slice smaller (root mean square) than this share of the whole tensor is measured
+            against that share, since its last digits are rounding of the others.
     """
-    x, ref = (y.detach().cpu().double() for y in (x, ref))
-    if x.shape != ref.shape:
-        raise ValueError(f"shapes differ: {tuple(x.shape)} and {tuple(ref.shape)}")
+    x, ref = _comparable(x, ref)
     if x.numel() == 0:
         return 0.0
     if not x.isfinite().all():
@@ -62,35 +59,61 @@ def assert_within_budget(
     dtype: torch.dtype,
     kind: str = "output",
     unit: float = 1.0,
+    dims: tuple[int, ...] | None = None,
 ) -> None:
-    """Fails when ``got`` is further from ``oracle`` than the roundings of the chunkwise formula explain.
+    """Fails when ``got`` is further from ``oracle`` than the roundings of the formula explain.
 
-    The error (relative, L2) may be twice that of ``budget_ref`` plus 2 ulp of ``got``'s dtype, and never above
-    1e-2 (outputs, states) or 2e-2 (gradients) for 16-bit inputs and 1e-4 for float32.
+    The relative error may be twice that of ``budget_ref`` plus 2 ulp of ``got``'s dtype, and never
+    above 1e-2 (outputs, states) or 2e-2 (gradients) for 16-bit inputs, 1e-4 for float32.
 
     Args:
         name: of the tensor, for the message.
         budget_ref: the same tensor from :func:`chunk_budget_reference`.
         dtype: of the inputs q, k, v.
         kind: ``"output"`` (outputs and states) or ``"gradient"``.
-        unit: a typical size of the tensor's elements. An oracle whose root mean square is below 1e-6 of it
-            counts as zero (gradients that cancel, a state emptied by its gate): the root mean square of the
-            error is then held below that same size instead of a relative error.
+        unit: a typical size of the tensor's elements. An oracle with a root mean square below 1e-6
+            of it counts as zero (gradients that cancel, a state that its gate has emptied); then
+            the root mean square of the error must be below that, too.
+        dims: keep slices apart along these, and hold the worst of them (see :func:`worst_error`)
+            to twice the budget reference's worst plus 4 ulp as well.
     """
     if got.shape != oracle.shape:
-        raise AssertionError(f"{name}: shape {tuple(got.shape)}, expected {tuple(oracle.shape)}")
-    if not torch.isfinite(got).all():
-        raise AssertionError(f"{name}: {int((~torch.isfinite(got)).sum())} elements are not finite")
+        raise AssertionError(f"{name}: shape {list(got.shape)}, expected {list(oracle.shape)}")
+    wrong = int((~torch.isfinite(got)).sum())
+    if wrong:
+        raise AssertionError(f"{name}: {wrong} of {got.numel()} elements are not finite")
     if got.numel() == 0:
         return
-    size = oracle.detach().double().square().mean().sqrt().item()
-    ceiling = _CEILING[kind, torch.finfo(dtype).bits]
-    if size < _ZERO * unit:
-        error = (got.detach().cpu().double() - oracle.detach().cpu().double()).square().mean().sqrt().item()
-        allowed = _ZERO * unit
-    else:
-        error = relative_error(got, oracle)
-        budget = 2 * relative_error(budget_ref, oracle) + 2 * torch.finfo(got.dtype).eps
-        allowed = min(budget, ceiling)
+    if _size(oracle) < _ZERO * unit:
+        error = _size(_difference(got, oracle))
+        if error > _ZERO * unit:
+            raise AssertionError(f"{name}: should be zero, has a root mean square of {error:.3e}")
+        return
+    ulp = torch.finfo(got.dtype).eps
+    ceiling = _CEILING[kind][torch.finfo(dtype).bits]
+    allowed = min(2 * relative_error(budget_ref, oracle) + 2 * ulp, ceiling)
+    error = relative_error(got, oracle)
     if error > allowed:
-        raise AssertionError(f"{name}: error {error:.3e} is above {allowed:.3e} (ceiling {ceiling:g})")
+        raise AssertionError(f"{name}: error {error:.3e} is above {allowed:.3e}")
+    if dims is not None:
+        allowed = 2 * worst_error(budget_ref, oracle, dims) + 4 * ulp
+        error = worst_error(got, oracle, dims)
+        if error > allowed:
+            raise AssertionError(
+                f"{name}: worst error along dimensions {dims} {error:.3e} is above {allowed:.3e}"
+            )
+
+
+def _comparable(x: Tensor, ref: Tensor) -> tuple[Tensor, Tensor]:
+    if x.shape != ref.shape:
+        raise ValueError(f"shapes differ: {list(x.shape)} and {list(ref.shape)}")
+    return x.detach().cpu().double(), ref.detach().cpu().double()
+
+
+def _difference(x: Tensor, ref: Tensor) -> Tensor:
+    x, ref = _comparable(x, ref)
+    return x - ref
+
+
+def _size(x: Tensor) -> float:
+    return x.detach().double().square().mean().sqrt().item()

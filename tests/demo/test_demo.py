@@ -1,4 +1,4 @@
-"""`python -m flaop demo`: a short run of everything, the tables, and what it says when it cannot."""
+"""`python -m flaop demo`: a short run of everything, its tables, and how it says what is wrong."""
 
 import json
 import math
@@ -25,15 +25,20 @@ def test_everything_in_a_short_run(device, tmp_path, capsys):
     assert code == 0, shown.err
     lines = shown.out.splitlines()
     assert "graph breaks: 0" in lines
-    (ops,) = (line for line in lines if line.startswith("flaop ops"))
+    # training, evaluation (the reloaded model too) and decode
+    (ops,) = (line for line in lines if line.startswith("flaop ops in the 3 graphs"))
     for name in ("chunk_kda x", "chunk_kda_fwd x", "chunk_kda_bwd x", "fused_recurrent_kda x"):
         assert f"flaop.{name}" in ops
-    loss = re.search(r"validation loss +([\d.]+) bits per byte, after the reload ([\d.]+)", shown.out)
+    loss = re.search(
+        r"validation loss +([\d.]+) bits per byte, after the reload ([\d.]+)", shown.out
+    )
     assert loss.group(1) == loss.group(2)
-    tables = [float(re.search(rf"{n} table +([\d.]+)", shown.out)[1]) for n in ("unigram", "bigram")]
+    tables = [
+        float(re.search(rf"{n} table +([\d.]+)", shown.out)[1]) for n in ("unigram", "bigram")
+    ]
     assert 4.0 < tables[0] < 5.0 and 2.5 < tables[1] < tables[0]
     difference = re.search(r"relative difference of the logits ([\d.e+-]+)", shown.out)
-    assert float(difference[1]) < (1e-5 if device == "cpu" else 5e-2)
+    assert float(difference[1]) < (1e-4 if device == "cpu" else 5e-2)
     assert "tokens/s" in shown.err
     modes = ["eager", "compiled"] + ["captured"] * (device == "cuda")
     for mode in modes:
@@ -112,6 +117,12 @@ def test_interrupted_demo_leaves_a_checkpoint(tmp_path, monkeypatch, capsys):
     assert main(["--device", "cpu", "--size", "tiny", "--output", str(output)]) == 130
     assert "checkpoint after 7 steps" in capsys.readouterr().out
     assert runtime.load_checkpoint(output, torch.device("cpu")).config.num_layers == 4
+
+    # before the first step there is nothing worth an older checkpoint
+    before = output.read_bytes()
+    monkeypatch.setattr(text, "train", lambda *args, **kwargs: training.Outcome(0, True))
+    assert main(["--device", "cpu", "--size", "tiny", "--output", str(output)]) == 130
+    assert "nothing is saved" in capsys.readouterr().err and output.read_bytes() == before
 
 
 def test_checkpoint_is_whole_or_the_old_one(tmp_path, monkeypatch):

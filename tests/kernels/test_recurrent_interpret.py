@@ -5,7 +5,6 @@ import torch
 
 from flaop.launch.delta import recurrent
 from flaop.testing import kda_inputs, kda_oracle, relative_error, worst_error
-from flaop.testing.oracle import activated_gate
 from flaop.validation.kda import check
 
 GRADIENTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
@@ -25,6 +24,14 @@ def kda_call(inputs):
     return check(**detached)
 
 
+def log_gate(x, A_log, dt_bias, lower_bound):
+    rate = A_log.exp()[:, None]
+    x = x + dt_bias.view(x.shape[2:])
+    if lower_bound is None:
+        return -rate * torch.nn.functional.softplus(x)
+    return lower_bound * torch.sigmoid(rate * x)
+
+
 def expected(inputs, d_o, d_final_state):
     """Outputs and gradients of the token loop in float64; what A_log and dt_bias are sums of."""
     leaves = {
@@ -34,9 +41,8 @@ def expected(inputs, d_o, d_final_state):
     }
     options = {**inputs, **leaves}
     if inputs["use_gate_in_kernel"]:
-        names = ("g", "A_log", "dt_bias", "lower_bound")
-        options["g"] = gate = activated_gate(*[options[name] for name in names])
-        options.update(use_gate_in_kernel=False, A_log=None, dt_bias=None)
+        gate = log_gate(*[options[name] for name in ("g", "A_log", "dt_bias", "lower_bound")])
+        options.update(g=gate, use_gate_in_kernel=False, A_log=None, dt_bias=None, lower_bound=None)
     o, final_state = kda_oracle(**options)
     loss = o.new_zeros(())
     if d_o is not None:

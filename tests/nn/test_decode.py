@@ -32,7 +32,7 @@ def check(model, decoder, device, batch_size):
         assert chosen.shape == (batch_size, STEPS + 1)
         with torch.no_grad():
             full = model(torch.cat([prompt, chosen[:, :-1]], dim=1))[0][:, PROMPT - 1 :]
-        assert relative_error(torch.stack(logits, dim=1), full[:, 1:]) < 1e-4
+        assert relative_error(torch.stack(logits, dim=1), full[:, 1:]) < 5e-4
         assert torch.equal(chosen, full.argmax(-1))
         decoder.reset()
         decoder.prefill(prompt)

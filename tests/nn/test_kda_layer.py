@@ -39,12 +39,12 @@ def test_pieces_equal_one_call(layer, device):
         y, state = layer(piece, state, output_state=True)
         outputs.append(y)
     y = torch.cat(outputs, dim=1)
-    assert relative_error(y, whole) < 1e-5
+    assert relative_error(y, whole) < 1e-4
     for got, want in zip(state, whole_state, strict=True):
-        assert relative_error(got, want) < 1e-5
+        assert relative_error(got, want) < 1e-4
     gradients = torch.autograd.grad([y, *state], inputs, [d_y, *d_state])
     for got, want in zip(gradients, expected, strict=True):
-        assert relative_error(got, want) < 1e-4
+        assert relative_error(got, want) < 5e-4
 
 
 def test_packed_equals_each_sequence_alone(layer, device):
@@ -56,9 +56,9 @@ def test_packed_equals_each_sequence_alone(layer, device):
     for n, (b, e) in enumerate(zip(bounds, bounds[1:], strict=False)):
         first = KimiDeltaAttentionState(*(s[n : n + 1] for s in start))
         alone = layer(x[:, b:e], first, output_state=True) if e > b else (x[:, :0], first)
-        torch.testing.assert_close(y[:, b:e], alone[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(y[:, b:e], alone[0], rtol=1e-4, atol=1e-4)
         for got, want in zip(state, alone[1], strict=True):
-            torch.testing.assert_close(got[n : n + 1], want, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(got[n : n + 1], want, rtol=1e-4, atol=1e-4)
 
 
 def test_decode_from_the_cache(layer, device):
@@ -69,12 +69,27 @@ def test_decode_from_the_cache(layer, device):
     addresses = [b.data_ptr() for b in cache.buffers()]
     for _ in range(2):  # a second time after the reset
         outputs = [layer.extend(piece, cache) for piece in x.split([70] + [1] * 10, dim=1)]
-        assert relative_error(torch.cat(outputs, dim=1), expected) < 1e-5
+        assert relative_error(torch.cat(outputs, dim=1), expected) < 1e-4
         for got, want in zip(cache.state(), state, strict=True):
-            assert relative_error(got, want) < 1e-5
+            assert relative_error(got, want) < 1e-4
         cache.reset()
     assert addresses == [b.data_ptr() for b in cache.buffers()]
     assert not any(b.any() for b in cache.buffers())
+
+
+def test_states_pass_through_a_compiled_call(layer, device):
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x = torch.randn(2, 70, 32, device=device)
+    start = random_state(layer, 2)
+    got, want = (call(x, start, output_state=True) for call in (compiled, layer))
+    assert type(got[1]) is KimiDeltaAttentionState
+    for a, b in zip([got[0], *got[1]], [want[0], *want[1]], strict=True):
+        assert relative_error(a, b) < 1e-4
+    gradients = [
+        torch.autograd.grad([y.sum(), *(s.sum() for s in state)], start) for y, state in (got, want)
+    ]
+    for a, b in zip(*gradients, strict=True):
+        assert relative_error(a, b) < 5e-4
 
 
 def test_every_parameter_learns(layer, device):
@@ -99,7 +114,7 @@ def test_forced_backend(device):
     with torch.no_grad():
         recurrent = layer(x)[0]
         layer.backend = "chunk"
-        assert relative_error(layer(x)[0], recurrent) < 1e-5
+        assert relative_error(layer(x)[0], recurrent) < 1e-4
     layer.backend = "flash_kda"
     with pytest.raises(ValueError, match="flash_kda"):
         layer(x)

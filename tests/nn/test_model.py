@@ -39,6 +39,7 @@ def mode_context(mode, device):
 
 def recording_backend(seen):
     """Records the flaop ops of the graphs after AOTAutograd, and runs them as they are."""
+
     def record(graph_module, _):
         targets = (str(n.target) for n in graph_module.graph.nodes)
         seen.append([t.removesuffix(".default") for t in targets if t.startswith("flaop.")])
@@ -56,10 +57,10 @@ def test_pieces_equal_one_call(device):
         for piece in x.split([66, 3, 1, 10], dim=1):
             y, states = model(piece, states, output_states=True)
             outputs.append(y)
-        assert relative_error(torch.cat(outputs, dim=1), whole) < 1e-5
+        assert relative_error(torch.cat(outputs, dim=1), whole) < 1e-4
         cache = model.make_cache(2, max_length=80)
         outputs = [model.extend(piece, cache) for piece in x.split([70] + [1] * 10, dim=1)]
-        assert relative_error(torch.cat(outputs, dim=1), whole) < 1e-5
+        assert relative_error(torch.cat(outputs, dim=1), whole) < 1e-4
 
 
 def test_packed_equals_each_sequence_alone(device):
@@ -68,19 +69,21 @@ def test_packed_equals_each_sequence_alone(device):
     with torch.no_grad():
         y, _ = model(x, cu_seqlens=torch.tensor([0, 70, 71, 90], device=device))
         for b, e in ((0, 70), (70, 71), (71, 90)):
-            assert relative_error(y[:, b:e], model(x[:, b:e])[0]) < 1e-5
+            assert relative_error(y[:, b:e], model(x[:, b:e])[0]) < 1e-4
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_one_graph_in_every_mode(device, mode):
     model = HybridModel(dataclasses.replace(CONFIG, layers=("kda",))).to(device)
     seen = []
-    compiled = torch.compile(model, fullgraph=True, backend=recording_backend(seen))
-    x = tokens(device)
+    backend = recording_backend(seen)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
+    x, other_shape = tokens(device, 2, 80), tokens(device, 3, 100)
     with mode_context(mode, device):
+        compiled(other_shape)
         got, want = compiled(x)[0], model(x)[0]
     assert got.dtype == want.dtype
-    assert relative_error(got.float(), want.float()) < (2e-2 if mode == "autocast" else 1e-5)
+    assert relative_error(got.float(), want.float()) < (2e-2 if mode == "autocast" else 1e-4)
     if mode in ("no_grad", "inference_mode"):
         assert seen == [["flaop.chunk_kda"] * 2]
         return
@@ -89,7 +92,7 @@ def test_one_graph_in_every_mode(device, mode):
     expected = torch.autograd.grad(want.float().square().sum(), parameters)
     assert seen == [["flaop.chunk_kda_fwd"] * 2, ["flaop.chunk_kda_bwd"] * 2]
     for (name, _), a, b in zip(model.named_parameters(), gradients, expected, strict=True):
-        assert relative_error(a, b) < (6e-2 if mode == "autocast" else 1e-4), name
+        assert relative_error(a, b) < (6e-2 if mode == "autocast" else 5e-4), name
 
 
 def test_inductor(device):
@@ -100,12 +103,12 @@ def test_inductor(device):
         return F.cross_entropy(model(x)[0].flatten(0, 1), x.flatten())
 
     got, want = torch.compile(loss, fullgraph=True)(model), loss(model)
-    assert relative_error(got, want) < 1e-5
+    assert relative_error(got, want) < 1e-4
     parameters = list(model.parameters())
     gradients = torch.autograd.grad(got, parameters)
     expected = torch.autograd.grad(want, parameters)
     for (name, _), a, b in zip(model.named_parameters(), gradients, expected, strict=True):
-        assert relative_error(a, b) < 1e-4, name
+        assert relative_error(a, b) < 5e-4, name
 
 
 def test_decode_step_compiles_once(device):
@@ -117,7 +120,7 @@ def test_decode_step_compiles_once(device):
     outputs = [model.extend(x[:, :70], cache)]
     outputs += [step(x[:, t : t + 1], cache) for t in range(70, 80)]
     with torch.no_grad():
-        assert relative_error(torch.cat(outputs, dim=1), model(x)[0]) < 1e-5
+        assert relative_error(torch.cat(outputs, dim=1), model(x)[0]) < 1e-4
     assert seen == [["flaop.fused_recurrent_kda"]]
 
 
@@ -152,7 +155,7 @@ def test_selective_checkpoint(device, saved):
     assert count.calls["flaop.chunk_kda_fwd"] == (1 if saved else 2)
     assert count.calls["flaop.chunk_kda_bwd"] == 1
     (want,) = torch.autograd.grad(model.blocks[0](x)[0].square().sum(), x)
-    assert relative_error(got, want) < 1e-5
+    assert relative_error(got, want) < 1e-4
 
 
 class _Convolution(ShortConvolution):

@@ -13,6 +13,11 @@ def tile(size, largest):
 
 def pairs(arch, K, V, dtype):
     """chunk_kda_fwd_kernel_pairs: K walked in slabs."""
+    if 100 <= arch < 120:
+        # products of wider slabs need more than the 512 columns of tensor memory; with 16 warps the
+        # compiler leaves it alone
+        config = {"BK": 16, "num_warps": 4, "num_stages": 1}
+        return config | {"num_warps": 16, "maxnreg": 128} if dtype == "fp32" else config
     wide = dtype == "bf16" and arch >= 90
     return {"BK": tile(K, 64 if wide else 32), "num_warps": 4, "num_stages": 1}
 
@@ -33,10 +38,13 @@ def scan(arch, K, V, dtype):
     BK = tile(K, 256)
     if dtype == "fp32":
         # operands of twice the size, split in three products: narrow tiles, nothing prefetched
-        if arch < 90:
-            return {"BK": BK, "BV": tile(V, 16), "num_warps": 8, "num_stages": 1}
+        # on sm_100 wider tiles of 256 channels compile to a trap
+        if arch < 90 or (arch >= 100 and BK == 256):
+            # without the bound ptxas settles for 32 registers and spills thousands
+            config = {"BK": BK, "BV": tile(V, 16), "num_warps": 8, "num_stages": 1}
+            return config | {"maxnreg": 255}
         return {"BK": BK, "BV": tile(V, 32), "num_warps": 4 if BK <= 128 else 8, "num_stages": 1}
-    # where the accumulators are the registers of the operands, too, or fp16 states are fp32 operands
+    # accumulators and operands share the registers, or fp16 states are fp32 operands
     narrow = arch < 90 or (BK == 256 and dtype == "fp16")
     BV = tile(V, 32 if narrow else 64)
     if BK <= 128:

@@ -155,7 +155,7 @@ def chunk_kda_bwd_kernel_inverse(
 
 @triton.jit
 def pair_gradients(
-    b_q, b_k, b_beta, b_row, b_col, p_dAqk, p_dL, m_t, b_dq, b_de, b_dw, b_dG,
+    b_q, b_k, b_beta, b_row, b_col, dA_qk, dL, p_A, m_t, b_dq, b_de, b_dw, b_dG,
     m_qk, m_kk, HAS_DO: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Adds the gradients of one group of pairs; b_row, b_col [BT, BK] are the factors of rows and
@@ -166,14 +166,14 @@ def pair_gradients(
     b_y = (b_k * b_row * b_beta[:, None]).to(DTYPE)
     b_z = (b_k * b_col).to(DTYPE)
     b_zero = tl.zeros([1, 1], dtype=DTYPE)
-    b_R = tl.where(m_kk, tl.load(p_dL, mask=m_t[:, None], other=0.0), b_zero)
+    b_R = tl.where(m_kk, tl.load(dL + p_A, mask=m_t[:, None], other=0.0), b_zero)
     b_rk = tl.dot(b_R, b_z, input_precision=PRECISION)
     b_c = tl.dot(tl.trans(b_R), b_y, input_precision=PRECISION)
     b_de += b_row * b_rk
     b_dG += b_y.to(tl.float32) * b_rk
     if HAS_DO:
         b_x = (b_q * b_row).to(DTYPE)
-        b_P = tl.where(m_qk, tl.load(p_dAqk, mask=m_t[:, None], other=0.0), b_zero)
+        b_P = tl.where(m_qk, tl.load(dA_qk + p_A, mask=m_t[:, None], other=0.0), b_zero)
         b_rq = tl.dot(b_P, b_z, input_precision=PRECISION)
         b_c = tl.dot(tl.trans(b_P), b_x, b_c, input_precision=PRECISION)
         b_dq += b_row * b_rq
@@ -315,7 +315,7 @@ def chunk_kda_bwd_kernel_intra(
             b_x = tl.exp2(sum_gates(sums, i_l, b_high, b_low, BT, SPLIT))
             m_pair = level_mask(32 >> i_l, BT)
             b_dq, b_de, b_dw, b_dG = pair_gradients(
-                b_q, b_k, b_beta, b_x, b_x, dA_qk + p_A, dL + p_A, m_t,
+                b_q, b_k, b_beta, b_x, b_x, dA_qk, dL, p_A, m_t,
                 b_dq, b_de, b_dw, b_dG, m_pair, m_pair, HAS_DO, PRECISION, dtype,
             )  # fmt: skip
     if BOUNDED:
@@ -323,7 +323,7 @@ def chunk_kda_bwd_kernel_intra(
         m_pair = block_mask(16, BT)
         m_lower = m_pair & (o_t[:, None] > o_t[None, :])
         b_dq, b_de, b_dw, b_dG = pair_gradients(
-            b_q, b_k, b_beta, tl.exp2(b_e), tl.exp2(-b_e), dA_qk + p_A, dL + p_A, m_t,
+            b_q, b_k, b_beta, tl.exp2(b_e), tl.exp2(-b_e), dA_qk, dL, p_A, m_t,
             b_dq, b_de, b_dw, b_dG, m_pair, m_lower, HAS_DO, PRECISION, dtype,
         )  # fmt: skip
     elif HAS_DO:

@@ -57,9 +57,8 @@ def forward(call):
     o = _outputs(p)
     A, A_qk = (p.q.new_empty(call.B, call.T, call.HV, CHUNK) for _ in range(2))
     segments = _segments(p)
-    ht = None
-    if call.output_final_state or len(segments) > 1:
-        ht = o.new_empty(p.state_shape, dtype=torch.float32)
+    # always there: whether it is asked for, or carries the state between segments, compiles nothing
+    ht = o.new_empty(p.state_shape, dtype=torch.float32)
     work = _workspace(p, segments[0][1])
     for row0, row1 in segments:
         # U waits in the place of o: each tile is read before it is written
@@ -76,9 +75,8 @@ def forward_residuals(call):
     A, A_qk = _token_matrix(p), _token_matrix(p)
     keep = call.disable_recompute
     segments = [(0, p.rows)] if keep else _segments(p)
-    ht = None
-    if call.output_final_state or len(segments) > 1:
-        ht = o.new_empty(p.state_shape, dtype=torch.float32)
+    # always there: whether it is asked for, or carries the state between segments, compiles nothing
+    ht = o.new_empty(p.state_shape, dtype=torch.float32)
     v_new = h = None
     if keep:
         v_new = _outputs(p)

@@ -25,7 +25,7 @@ from flaop.triton_kernels.delta.scan import (
 )
 
 from .. import cuda
-from ..kernel import Kernel
+from ..kernel import Kernel, not_warmed
 from ..table import zero_outside
 from .problem import CHUNK
 
@@ -46,6 +46,9 @@ def gate_sums(q):
     dtype = torch.float32 if q.dtype == torch.float32 else torch.float16
     key = (q.device, dtype)
     if key not in _gate_sums:
+        on_gpu = q.device.type == "cuda"
+        if on_gpu and torch.cuda.is_current_stream_capturing():
+            raise not_warmed("gate_sums")
         i = torch.arange(CHUNK, device=q.device)[:, None]
         j = i.T
         matrices = []
@@ -54,7 +57,10 @@ def gate_sums(q):
             matrices.append((i // level == j // level) & torch.where(upper, j <= i, j > i))
         matrices.append((i // 16 == j // 16) & (j <= i) & (j % 16 > 0))
         matrices += [j <= i, j > i]
-        _gate_sums[key] = torch.stack(matrices).to(dtype)
+        sums = torch.stack(matrices).to(dtype)
+        if on_gpu:
+            torch.cuda.current_stream(q.device).synchronize()  # any stream may read them from now on
+        _gate_sums[key] = sums
     return _gate_sums[key]
 
 

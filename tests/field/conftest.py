@@ -1,0 +1,91 @@
+"""Fixtures of the field reports: both paths, and the comparison with the float64 token loop."""
+
+import pytest
+import torch
+
+import flaop
+from flaop.testing import kda_oracle, relative_error
+
+PATHS = {"chunk": flaop.chunk_kda, "recurrent": flaop.fused_recurrent_kda}
+GRADIENTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+OUTPUT_LIMITS = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-4,
+    torch.float16: 1e-2,
+    torch.bfloat16: 1e-2,
+}
+GRADIENT_LIMITS = {**OUTPUT_LIMITS, torch.float16: 2e-2, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(params=PATHS)
+def fn(request):
+    """Each path that serves every call."""
+    return PATHS[request.param]
+
+
+@pytest.fixture(autouse=True)
+def unwritten_memory_is_nan():
+    """So that an element no kernel wrote shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def _leaves(inputs):
+    """Detached copies that require grad."""
+    tensors = {n: inputs[n] for n in GRADIENTS if isinstance(inputs.get(n), torch.Tensor)}
+    return {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
+
+
+def _results(fn, inputs, loss):
+    leaves = _leaves(inputs)
+    o, state = fn(**{**inputs, **leaves})
+    generator = torch.Generator().manual_seed(1)
+    total = 0.0
+    for name, x in (("o", o), ("state", state)):
+        d_x = torch.randn(o.shape if name == "o" else state.shape, generator=generator)
+        if loss in (name, "both"):
+            # a 16-bit cotangent is exact everywhere
+            total = total + (x * d_x.bfloat16().to(x)).double().sum()
+    gradients = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
+    return {"o": o.detach(), "state": state.detach()}, dict(zip(leaves, gradients))
+
+
+@pytest.fixture
+def gradients_of():
+    """gradients_of(fn, inputs, loss="both") -> (outputs, gradients), by name."""
+    return lambda fn, inputs, loss="both": _results(fn, inputs, loss)
+
+
+@pytest.fixture
+def matches():
+    """matches(fn, inputs, loss="both", zero=1e-6): each output and gradient against the token loop.
+
+    loss: "o", "state" or "both" get random cotangents. zero: gradients whose largest element is
+    below it in the loop must be so in the op.
+    """
+
+    def compare(fn, inputs, loss="both", zero=1e-6):
+        inputs = {**inputs, "output_final_state": True}
+        outputs, gradients = _results(fn, inputs, loss)
+        expected, expected_gradients = _results(kda_oracle, inputs, loss)
+        dtype = inputs["q"].dtype
+        for found, refs, limits in (
+            (outputs, expected, OUTPUT_LIMITS),
+            (gradients, expected_gradients, GRADIENT_LIMITS),
+        ):
+            for name, x in found.items():
+                ref = refs[name]
+                assert x.shape == ref.shape, name
+                assert torch.isfinite(x).all(), name
+                if ref.numel() == 0:
+                    continue
+                if ref.abs().max() < zero:
+                    assert x.abs().max() < zero, name
+                else:
+                    limit = max(limits[dtype], limits.get(x.dtype, 0.0))
+                    error = relative_error(x, ref)
+                    assert error < limit, f"{name}: {error:.2e}"
+        return outputs, gradients
+
+    return compare

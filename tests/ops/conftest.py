@@ -1,0 +1,118 @@
+"""Sets of options that the CUDA tests of the ops share, compiled side by side before the first one.
+
+A kernel variant takes seconds to compile: CUDA cases vary lengths, gates and values within these
+sets, which differ in head sizes, dtypes and flags.
+"""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import flaop
+from flaop.testing import kda_inputs
+
+# Arguments of kda_inputs.
+FAMILIES = {
+    "main": {
+        "dtype": "bfloat16", "K": 128, "V": 128, "gate_in_kernel": "bounded", "l2norm": True,
+        "beta_sigmoid": True, "initial_state": True,
+    },
+    "packed": {
+        "dtype": "bfloat16", "K": 128, "V": 128, "gate_in_kernel": "bounded", "l2norm": True,
+        "beta_sigmoid": True, "initial_state": True, "H": 1, "HV": 2, "lengths": [0, 1, 40, 0, 89],
+    },
+    "softplus": {
+        "dtype": "float16", "K": 64, "V": 24, "H": 2, "HV": 4, "gate_in_kernel": "softplus",
+        "l2norm": True, "neg_eigval": True,
+    },
+    "plain": {
+        "dtype": "float32", "K": 60, "V": 24, "initial_state": True, "lengths": [0, 1, 40, 0, 89],
+    },
+    "wide": {
+        "dtype": "bfloat16", "K": 256, "V": 128, "gate_in_kernel": "softplus", "l2norm": True,
+        "initial_state": True, "state_v_first": True,
+    },
+    "odd": {
+        "dtype": "float32", "K": 100, "V": 128, "H": 1, "HV": 2, "gate_in_kernel": "bounded",
+        "beta_sigmoid": True, "lengths": [0, 1, 40, 0, 89],
+    },
+    "small": {
+        "dtype": "float32", "K": 16, "V": 24, "H": 1, "gate_in_kernel": "softplus", "l2norm": True,
+        "beta_sigmoid": True,
+    },
+}  # fmt: skip
+STATELESS = {"initial_state": False, "output_final_state": False}
+FAMILIES["main without state"] = FAMILIES["main"] | STATELESS
+FAMILIES["packed without state"] = FAMILIES["packed"] | STATELESS
+PATHS = ("chunk_kda", "fused_recurrent_kda")
+
+
+def arguments(family, **changes):
+    """Inputs of an op: a family with some arguments of kda_inputs changed."""
+    options = {"T": 130, **FAMILIES.get(family, {}), **changes}
+    dtype = options.get("dtype", "float32")
+    return kda_inputs(**{**options, "dtype": getattr(torch, dtype)})
+
+
+@pytest.fixture(scope="session", name="arguments")
+def arguments_fixture():
+    return arguments
+
+
+@pytest.fixture(scope="session")
+def compiled_families():
+    """Fills Triton's cache on disk, one process for each family and path."""
+    command = [sys.executable, os.path.abspath(__file__)]
+    jobs = [[*command, family, path, "cuda"] for family in FAMILIES for path in PATHS]
+    with ThreadPoolExecutor(max(os.cpu_count() - 2, 1)) as pool:
+        # What fails here fails again in a test, with a better message.
+        list(pool.map(subprocess.run, jobs))
+
+
+@pytest.fixture
+def device(device, request):
+    """The device of the tests, with its kernels compiled."""
+    if device == "cuda":
+        request.getfixturevalue("compiled_families")
+    return device
+
+
+@pytest.fixture
+def poisoned_memory():
+    """Memory that nothing wrote reads as NaN, workspaces included."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def single_thread():
+    """Products this small are slower on several threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def launch_every_kernel(path, inputs):
+    """Each combination of what may be asked for and what may be absent."""
+    fn = getattr(flaop, path)
+    leaves = [x for x in inputs.values() if isinstance(x, torch.Tensor) and x.requires_grad]
+    with torch.no_grad():
+        fn(**inputs)
+        fn(**{**inputs, "output_final_state": False})
+    outputs = [x for x in fn(**inputs) if x is not None]
+    for part in (outputs, outputs[:1], outputs[1:]):
+        for wanted in (leaves, inputs["v"]):
+            if part:
+                weights = [torch.ones_like(x) for x in part]
+                torch.autograd.grad(part, wanted, weights, retain_graph=True, allow_unused=True)
+
+
+if __name__ == "__main__":
+    family, path, device_type = sys.argv[1:]
+    launch_every_kernel(path, arguments(family, requires_grad=True, device=device_type))
