@@ -138,7 +138,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=int, help="tokens; default: 8 per pair")
     parser.add_argument("--keys", type=int, help="different keys; default: twice the pairs")
     parser.add_argument("--size", type=int, help="width; default: 64 on cpu, 128 on cuda")
-    parser.add_argument("--batch", type=int, help="sequences; default: 32 on cpu, 128 on cuda")
+    parser.add_argument("--batch", type=int, help="sequences; default: 16 on cpu, 128 on cuda")
     parser.add_argument("--steps", type=int, help="most steps; default: 400 on cpu, 2000 on cuda")
     parser.add_argument("--seconds", type=float, default=90.0, help="most seconds of training")
     parser.add_argument("--rate", type=float, default=6e-3, help="peak learning rate")
@@ -161,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
     pairs = args.pairs or (32 if on_cuda else 8)
     task = Task(pairs, args.length or 8 * pairs, args.keys or 2 * pairs)
     config = model_config(task, args.size or (128 if on_cuda else 64))
-    batch_size = args.batch or (128 if on_cuda else 32)
+    batch_size = args.batch or (128 if on_cuda else 16)
 
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(args.seed)

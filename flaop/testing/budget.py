@@ -3,8 +3,10 @@
 16-bit inputs: the operands of all matrix products are rounded to the input dtype, and so are W, U,
 V' and the inverse A; states to bfloat16 for bfloat16, and to the mantissa of float16 with the range
 of float32 for float16. Products accumulate in float32, and everything else (gates, norms, decays,
-the inverse itself, diagonal blocks of 16 tokens, sums of partial gradients) stays in float32. The
-backward is the forward's by autograd, with the same rounding of the operands of its products.
+the inverse itself, sums of partial gradients) stays in float32. The
+backward is the forward's by autograd, with the same rounding of the operands of its products. It
+reads the states and their gradients where they are stored, once a chunk: in bfloat16 for bfloat16
+inputs, also for the gradient of the decay between chunks.
 float32 and float64 inputs are rounded nowhere.
 """
 
@@ -16,6 +18,8 @@ from flaop.testing.oracle import activated_inputs
 CHUNK = 64
 BLOCK = 16
 RCP_LN2 = 1.4426950408889634
+# A token's pair with itself has decayed operands too, whose decays cancel: any factor will do.
+_FACTOR = 1.37
 # exp2 of it is zero; a gate of -inf would give inf - inf in differences of sums.
 _LEAST_GATE = {torch.float32: -150.0, torch.float64: -1100.0}
 
@@ -99,7 +103,8 @@ def _sequence(
     last = G[:, :, :, -1:]
 
     A_qk = _pairs(q * scale, k, G, dtype)
-    A_qk = A_qk + torch.diag_embed((q * k).sum(-1) * scale)
+    own = _store(q * _FACTOR, dtype) * _store(k / _FACTOR, dtype)
+    A_qk = A_qk + torch.diag_embed(own.sum(-1) * scale)
     L = _pairs(beta * k, k, G, dtype)
     eye = torch.eye(CHUNK, dtype=L.dtype)
     A = torch.linalg.solve_triangular(eye + L, eye.expand_as(L), upper=False)
@@ -111,7 +116,7 @@ def _sequence(
     for i in range(q.shape[2]):
         v_new = u[:, :, i] - _product(w[:, :, i], state, dtype)
         o = _product(qg[:, :, i], state, dtype) + _product(A_qk[:, :, i], v_new, dtype)
-        state = decay[:, :, i] * state + _product(kg[:, :, i].mT, v_new, dtype)
+        state = _decayed(decay[:, :, i], state, dtype) + _product(kg[:, :, i].mT, v_new, dtype)
         outputs.append(o)
     return torch.cat(outputs, dim=2)[:, :, :T], state
 
@@ -119,7 +124,8 @@ def _sequence(
 def _pairs(x: Tensor, y: Tensor, G: Tensor, dtype: torch.dtype) -> Tensor:
     """Strictly lower triangular ``[..., 64, 64]`` of x_i . (y_j exp2(G_i - G_j)).
 
-    Blocks of 16 on the diagonal by exact differences, blocks below it through their first row.
+    Blocks of 16 on the diagonal by exact differences, blocks below it through their first row; the
+    operands are rounded in both.
     """
     later = torch.ones(BLOCK, BLOCK, dtype=torch.bool).tril(-1).unsqueeze(-1)
     rows = []
@@ -128,7 +134,8 @@ def _pairs(x: Tensor, y: Tensor, G: Tensor, dtype: torch.dtype) -> Tensor:
         x_block, y_block, G_block = x[..., block, :], y[..., block, :], G[..., block, :]
         difference = G_block.unsqueeze(-2) - G_block.unsqueeze(-3)
         decay = difference.where(later, -torch.inf).exp2()
-        diagonal = torch.einsum("...ik,...jk,...ijk->...ij", x_block, y_block, decay)
+        scaled = _store(x_block.unsqueeze(-2) * decay, dtype)
+        diagonal = (scaled * _store(y_block.unsqueeze(-3), dtype)).sum(-1)
         first = G_block[..., :1, :]
         before = _product(
             x_block * (G_block - first).exp2(),
@@ -158,6 +165,25 @@ class _Product(torch.autograd.Function):
 
 
 _product = _Product.apply
+
+
+class _Decayed(torch.autograd.Function):
+    """decay * state in float32; the gradient of the decay reads both states as they are stored."""
+
+    @staticmethod
+    def forward(ctx, decay: Tensor, state: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(decay, state)
+        ctx.dtype = dtype if dtype == torch.bfloat16 else state.dtype
+        return decay * state
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        decay, state = ctx.saved_tensors
+        stored = _rounded(state, ctx.dtype) * _rounded(grad, ctx.dtype)
+        return stored.sum(-1, keepdim=True), decay * grad, None
+
+
+_decayed = _Decayed.apply
 
 
 def _store(x: Tensor, dtype: torch.dtype) -> Tensor:

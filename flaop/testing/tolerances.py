@@ -75,7 +75,8 @@ def assert_within_budget(
             of it counts as zero (gradients that cancel, a state that its gate has emptied); then
             the root mean square of the error must be below that, too.
         dims: keep slices apart along these, and hold the worst of them (see :func:`worst_error`)
-            to twice the budget reference's worst plus 4 ulp as well.
+            to three times the budget reference's worst plus 4 ulp as well: the largest of many
+            errors varies more between two sets of roundings than their root mean square.
     """
     if got.shape != oracle.shape:
         raise AssertionError(f"{name}: shape {list(got.shape)}, expected {list(oracle.shape)}")
@@ -96,7 +97,7 @@ def assert_within_budget(
     if error > allowed:
         raise AssertionError(f"{name}: error {error:.3e} is above {allowed:.3e}")
     if dims is not None:
-        allowed = 2 * worst_error(budget_ref, oracle, dims) + 4 * ulp
+        allowed = 3 * worst_error(budget_ref, oracle, dims) + 4 * ulp
         error = worst_error(got, oracle, dims)
         if error > allowed:
             raise AssertionError(

@@ -157,10 +157,10 @@ def test_an_unwarmed_call_says_so_and_the_process_can_capture_again(name, grad, 
 def variants():
     """How many compiled variants the kernels have."""
     from flaop.launch import table
-    from flaop.launch.delta import chunk, recurrent
+    from flaop.launch.delta import recurrent, stages
     from flaop.launch.kernel import Kernel
 
-    found = [x for m in (chunk, recurrent, table) for x in vars(m).values()]
+    found = [x for m in (stages, recurrent, table) for x in vars(m).values()]
     return sum(len(kernel.variants) for kernel in found if isinstance(kernel, Kernel))
 
 
