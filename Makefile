@@ -26,19 +26,22 @@ SOURCES := pyproject.toml setup.py CMakeLists.txt $(shell find csrc -type f)
 demo: install
 	$(PYTHON) -m flaop demo $(ARGS)
 
-# The interpreter must be chosen before a kernel is imported: these tests are a process of their own.
+# The interpreter must be chosen before a kernel is imported: its tests are a process of their own, and
+# so are those that compile kernels ahead of time.
 test: install
 	@failed=0; \
 	TRITON_INTERPRET=1 $(PYTEST) -m "not slow and not gpu" tests/kernels $(ARGS) || failed=1; \
+	$(PYTEST) -m "not slow and not gpu" tests/kernels/test_aot.py $(ARGS) || failed=1; \
 	$(PYTEST) -m "not slow and not gpu" --ignore=tests/kernels tests $(ARGS) || failed=1; \
 	exit $$failed
 
 test-gpu: install
-	$(PYTEST) -m "gpu and not slow" --ignore=tests/kernels tests $(ARGS)
+	$(PYTEST) -m "gpu and not slow" tests $(ARGS)
 
 test-all: install
 	@failed=0; \
 	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu" tests/kernels $(ARGS) || failed=1; \
+	$(PYTEST) tests/kernels/test_aot.py tests/kernels/test_configs_gpu.py $(ARGS) || failed=1; \
 	$(PYTEST) --ignore=tests/kernels tests $(ARGS) || failed=1; \
 	exit $$failed
 
