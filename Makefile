@@ -18,7 +18,8 @@ STAMP := $(VENV)/.installed
 endif
 # Byte code is made at first import: compiling all of torch takes longer than the demo's build.
 PIP := $(PYTHON) -m pip install --quiet --progress-bar off --disable-pip-version-check --no-compile
-PYTEST := $(PYTHON) -m pytest -q --durations=10
+# Small products are slower on several threads, much slower beside other work.
+PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10
 SOURCES := pyproject.toml setup.py CMakeLists.txt $(shell find csrc -type f)
 
 .PHONY: demo test test-gpu test-all checkstyle install

@@ -33,6 +33,7 @@ SIZES = {
     "large": (1024, 8, 128, 12, 2048, 16, 8e-4),
 }
 _PROMPT = 192  # bytes, enough to be prefilled by the chunk path
+_TEMPERATURE = 0.7  # of the bytes generated
 _EVALUATION = 16  # batches of validation windows
 
 # Largest relative difference between the logits of decode and of a full re-run.
@@ -165,7 +166,13 @@ def _generate(model, prompt: Tensor, count: int, recorder, dtype) -> bool:
     best = "captured" if device.type == "cuda" else "compiled"
     speeds, decoder = {}, None
     for mode in dict.fromkeys(("eager", "compiled", best)):
-        decoder = Decoder(model, max_length=prompt.shape[1] + count, mode=mode, backend=recorder)
+        decoder = Decoder(
+            model,
+            max_length=prompt.shape[1] + count,
+            mode=mode,
+            temperature=_TEMPERATURE,
+            backend=recorder,
+        )
         speeds[mode], logits = _decode(decoder, prompt, count)
     chosen = decoder.tokens()
     print(
