@@ -49,7 +49,7 @@ test-all: install
 checkstyle: install
 	$(PIP) ruff clang-format
 	$(PYTHON) -m ruff check .
-	$(if $(strip $(VENV)),$(VENV)/bin/)clang-format --dry-run -Werror $$(find csrc -name '*.h' -o -name '*.cpp')
+	$(if $(strip $(VENV)),$(VENV)/bin/)clang-format --dry-run -Werror $$(find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 install: $(STAMP)
 

@@ -335,7 +335,7 @@ def chunk_kda_bwd_kernel_intra(
     tl.store(dq + p_gk, b_dq.to(dq.dtype.element_ty), mask=m_tk)
     b_dk = b_de * b_beta[:, None] + b_dw
     tl.store(dk + p_gk, b_dk.to(dk.dtype.element_ty), mask=m_tk)
-    p_dbeta = dbeta + (i_s * B * T).to(tl.int64) * HV + o_hv
+    p_dbeta = dbeta + i_s.to(tl.int64) * B * T * HV + o_hv
     tl.store(p_dbeta, tl.sum(b_k * b_de, 1), mask=m_t)
 
     # reverse scan, then every row gets what the leaving state adds

@@ -8,10 +8,10 @@
 namespace flaop {
 
 constexpr int kTokens = 64, kHead = 128, kBlock = 16, kBlocks = 4;
-constexpr int kRow = kHead + 8;       // bf16 row of a [., 128] tile in shared memory: no bank conflicts
+constexpr int kRow = kHead + 8;  // bf16 row of a [., 128] tile in shared memory: no bank conflicts
 constexpr int kPairRow = kTokens + 8;  // 16-bit row of a [., 64] tile
-constexpr float kFloor = -150.f;      // 2^-150 is zero in fp32
-constexpr float kCentre = 57.7f;      // half the range of 16 gates of -5 in base 2
+constexpr float kFloor = -150.f;       // 2^-150 is zero in fp32
+constexpr float kCentre = 57.7f;       // half the range of 16 gates of -5 in base 2
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kNormEps = 1e-6f;
 constexpr float kAmplitudeCap = 80.f;  // exp(80) saturates every gate that is not zero
@@ -22,7 +22,9 @@ __device__ __forceinline__ float load_number(const void* x, int64_t i, int dtype
   return __half2float(static_cast<const __half*>(x)[i]);
 }
 
-__device__ __forceinline__ float sigmoid_base2(float x) { return __fdividef(1.f, 1.f + exp2_approx(-x)); }
+__device__ __forceinline__ float sigmoid_base2(float x) {
+  return __fdividef(1.f, 1.f + exp2_approx(-x));
+}
 
 __device__ __forceinline__ float softplus_base2(float x) {
   const float e = exp2_approx(-fabsf(x));
@@ -36,8 +38,10 @@ struct Gate {
 
   __device__ Gate(const flaop_kda_call& p, int head)
       : kind(p.gate),
-        amplitude(p.A_log ? exp2_approx(fminf(load_number(p.A_log, head, p.A_log_dtype), kAmplitudeCap) * kLog2e)
-                          : 1.f),
+        amplitude(
+            p.A_log ? exp2_approx(fminf(load_number(p.A_log, head, p.A_log_dtype), kAmplitudeCap) *
+                                  kLog2e)
+                    : 1.f),
         bound(p.lower_bound * kLog2e) {}
 
   // The log gate in base 2. x: its input plus bias, times log2 e. NaN stays.
@@ -49,7 +53,8 @@ struct Gate {
     return y < kFloor ? kFloor : y;
   }
 
-  // Derivative: (gradient of the input, term of the gradient of A_log). dg: gradient of the natural-log gate.
+  // Derivative: (gradient of the input, term of the gradient of A_log). dg: gradient of the
+  // natural-log gate.
   template <int KIND>
   __device__ __forceinline__ float2 derivative(float dg, float x) const {
     if constexpr (KIND == FLAOP_GATE_BOUNDED) {
@@ -59,7 +64,8 @@ struct Gate {
     } else {
       const float y = -amplitude * softplus_base2(x);
       const float live = y > kFloor ? dg : 0.f;
-      return make_float2(-live * amplitude * sigmoid_base2(x), live * fmaxf(y, kFloor) * (1.f / kLog2e));
+      return make_float2(-live * amplitude * sigmoid_base2(x),
+                         live * fmaxf(y, kFloor) * (1.f / kLog2e));
     }
   }
 };
@@ -81,7 +87,8 @@ __device__ __forceinline__ float load_beta(const flaop_kda_call& p, int64_t toke
   return p.beta_kind > 0 ? p.beta_kind * sigmoid_base2(beta * kLog2e) : beta;
 }
 
-// The chunk of a row of the grid: its first token in the flattened tensor and its tokens; none: no chunk.
+// The chunk of a row of the grid: its first token in the flattened tensor and its tokens; none: no
+// chunk.
 struct Chunk {
   int64_t token;
   int length;
@@ -105,22 +112,32 @@ struct Chunk {
   }
 };
 
-__device__ __forceinline__ float2 add(float2 a, float2 b) { return make_float2(a.x + b.x, a.y + b.y); }
-__device__ __forceinline__ float2 subtract(float2 a, float2 b) { return make_float2(a.x - b.x, a.y - b.y); }
-__device__ __forceinline__ float2 multiply(float2 a, float2 b) { return make_float2(a.x * b.x, a.y * b.y); }
-__device__ __forceinline__ float2 exp2_pair(float2 a) { return make_float2(exp2_approx(a.x), exp2_approx(a.y)); }
-__device__ __forceinline__ float2 load2(const float* x) { return *reinterpret_cast<const float2*>(x); }
+__device__ __forceinline__ float2 add(float2 a, float2 b) {
+  return make_float2(a.x + b.x, a.y + b.y);
+}
+__device__ __forceinline__ float2 subtract(float2 a, float2 b) {
+  return make_float2(a.x - b.x, a.y - b.y);
+}
+__device__ __forceinline__ float2 multiply(float2 a, float2 b) {
+  return make_float2(a.x * b.x, a.y * b.y);
+}
+__device__ __forceinline__ float2 exp2_pair(float2 a) {
+  return make_float2(exp2_approx(a.x), exp2_approx(a.y));
+}
+__device__ __forceinline__ float2 load2(const float* x) {
+  return *reinterpret_cast<const float2*>(x);
+}
 __device__ __forceinline__ uint32_t pack_bf16(float2 x) { return pack_bf16(x.x, x.y); }
 
 __device__ __forceinline__ void store8(void* to, const float (&x)[8]) {
-  *static_cast<uint4*>(to) =
-      make_uint4(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7]));
+  *static_cast<uint4*>(to) = make_uint4(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]),
+                                        pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7]));
 }
 
 // Rows of a [.., heads, 128] tensor to shared memory; zeros past the sequence's end.
 template <int THREADS>
-__device__ void load_tile(__nv_bfloat16 (*to)[kRow], const void* from, int64_t token, int heads, int head,
-                          int length) {
+__device__ void load_tile(__nv_bfloat16 (*to)[kRow], const void* from, int64_t token, int heads,
+                          int head, int length) {
   const __nv_bfloat16* x = static_cast<const __nv_bfloat16*>(from);
 #pragma unroll
   for (int i = 0; i < kTokens * kHead / 8 / THREADS; ++i) {
@@ -132,16 +149,19 @@ __device__ void load_tile(__nv_bfloat16 (*to)[kRow], const void* from, int64_t t
 
 // Rows [0, length) of a tile to memory, 16 bytes a thread.
 template <int THREADS>
-__device__ void store_tile(const __nv_bfloat16 (*from)[kRow], __nv_bfloat16* to, int64_t stride, int length) {
+__device__ void store_tile(const __nv_bfloat16 (*from)[kRow], __nv_bfloat16* to, int64_t stride,
+                           int length) {
 #pragma unroll
   for (int i = 0; i < kTokens * kHead / 8 / THREADS; ++i) {
     const int t = (i * THREADS + threadIdx.x) / 16, c = 8 * (threadIdx.x % 16);
-    if (t < length) *reinterpret_cast<uint4*>(to + t * stride + c) = *reinterpret_cast<const uint4*>(&from[t][c]);
+    if (t < length)
+      *reinterpret_cast<uint4*>(to + t * stride + c) = *reinterpret_cast<const uint4*>(&from[t][c]);
   }
 }
 
 // 1 / norm of the rows of q and k: one row of one of them a thread, 128 threads.
-__device__ __forceinline__ void row_norms(const __nv_bfloat16 (*q)[kRow], const __nv_bfloat16 (*k)[kRow], float* q_norm,
+__device__ __forceinline__ void row_norms(const __nv_bfloat16 (*q)[kRow],
+                                          const __nv_bfloat16 (*k)[kRow], float* q_norm,
                                           float* k_norm, bool normalise) {
   const int row = threadIdx.x % kTokens;
   const bool is_k = threadIdx.x >= kTokens;

@@ -1,10 +1,11 @@
 // Within one chunk of KDA on tensor cores: gates, pair matrices, inverse, W, U, qg, kg in one pass.
 //
-// One block of 4 warps per (chunk, value head); K = V = 128, 64 tokens, four blocks of 16 tokens. The gate is
-// kept as its inclusive sum within each block of 16 and the totals of the blocks, so every exponent is a sum
-// over at most 16 gates plus whole blocks. Pairs of different blocks go through the start of the row's block;
-// pairs of one block through its start with a centred exponent if gates lie in [-5, 0], else through dyadic
-// levels 8, 4, 2, 1 (triton_kernels/delta/pairs.py explains why both are exact).
+// One block of 4 warps per (chunk, value head); K = V = 128, 64 tokens, four blocks of 16 tokens.
+// The gate is kept as its inclusive sum within each block of 16 and the totals of the blocks, so
+// every exponent is a sum over at most 16 gates plus whole blocks. Pairs of different blocks go
+// through the start of the row's block; pairs of one block through its start with a centred
+// exponent if gates lie in [-5, 0], else through dyadic levels 8, 4, 2, 1
+// (triton_kernels/delta/pairs.py explains why both are exact).
 #include <cuda_runtime.h>
 
 #include "common.cuh"
@@ -16,7 +17,8 @@ constexpr int kThreads = 128;
 constexpr int kGateRow = kHead + 8;  // fp32 row of gate sums
 
 struct Shared {
-  __nv_bfloat16 q[kTokens][kRow];  // later the strictly lower matrix L (fp32), then the tiles on their way out
+  __nv_bfloat16 q[kTokens][kRow];  // later the strictly lower matrix L (fp32), then the tiles on
+                                   // their way out
   __nv_bfloat16 k[kTokens][kRow];  // later k exp2(G)
   union {
     float gate[kTokens][kGateRow];  // sums within blocks of 16
@@ -33,7 +35,8 @@ constexpr int kLRow = kRow / 2;  // fp32 row of L in the place of q
 
 // Gates of two channels over half a chunk: sums within blocks of 16, and the blocks' totals.
 template <typename G>
-__device__ __forceinline__ void sum_gates(const flaop_kda_call& p, Shared& s, int64_t token, int length, int head) {
+__device__ __forceinline__ void sum_gates(const flaop_kda_call& p, Shared& s, int64_t token,
+                                          int length, int head) {
   const int channel = 2 * (threadIdx.x % 64), first = 32 * (threadIdx.x / 64);
   const G* g = static_cast<const G*>(p.g) + (token * p.HV + head) * kHead + channel;
   const int64_t step = static_cast<int64_t>(p.HV) * kHead;
@@ -64,7 +67,8 @@ __device__ __forceinline__ void sum_gates(const flaop_kda_call& p, Shared& s, in
       sum.x += inside ? y0 : 0.f;
       sum.y += inside ? y1 : 0.f;
       *reinterpret_cast<float2*>(&s.gate[first + i][channel]) = sum;
-      if (i % kBlock == kBlock - 1) *reinterpret_cast<float2*>(&s.total[(first + i) / kBlock][channel]) = sum;
+      if (i % kBlock == kBlock - 1)
+        *reinterpret_cast<float2*>(&s.total[(first + i) / kBlock][channel]) = sum;
     }
   });
 }
@@ -85,8 +89,8 @@ __device__ __forceinline__ float2 load_pair(const __nv_bfloat16* x) {
 }
 
 // One step of 16 channels: products of scaled rows (q and k) with scaled columns (k).
-__device__ __forceinline__ void accumulate(PairSums& sums, const uint32_t (&q)[4], const uint32_t (&k)[4],
-                                         const uint32_t (&column)[2][2]) {
+__device__ __forceinline__ void accumulate(PairSums& sums, const uint32_t (&q)[4],
+                                           const uint32_t (&k)[4], const uint32_t (&column)[2][2]) {
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
     mma(sums.qk[n], q, column[n][0], column[n][1], __nv_bfloat16());
@@ -113,7 +117,8 @@ __device__ void pairs_between(const Shared& s, PairSums& sums, int I, int J) {
       for (int i = 0; i < 2; ++i) {
         const float2 e = load2(&s.gate[row + 8 * i][channel]);
         const float2 f = make_float2(exp2_approx(e.x), exp2_approx(e.y));
-        const float2 x = load_pair(&s.q[row + 8 * i][channel]), y = load_pair(&s.k[row + 8 * i][channel]);
+        const float2 x = load_pair(&s.q[row + 8 * i][channel]),
+                     y = load_pair(&s.k[row + 8 * i][channel]);
         q[2 * half + i] = pack_bf16(x.x * f.x, x.y * f.y);
         k[2 * half + i] = pack_bf16(y.x * f.x, y.y * f.y);
         b[i][half] = scaled(load_pair(&s.k[column + 8 * i][channel]),
@@ -138,7 +143,8 @@ __device__ void pairs_within_bounded(const Shared& s, PairSums& sums, int I) {
         const int channel = c + 8 * half + p;
         const float2 e = load2(&s.gate[row + 8 * i][channel]);
         const float2 f = make_float2(exp2_approx(e.x + kCentre), exp2_approx(e.y + kCentre));
-        const float2 x = load_pair(&s.q[row + 8 * i][channel]), y = load_pair(&s.k[row + 8 * i][channel]);
+        const float2 x = load_pair(&s.q[row + 8 * i][channel]),
+                     y = load_pair(&s.k[row + 8 * i][channel]);
         q[2 * half + i] = pack_bf16(x.x * f.x, x.y * f.y);
         k[2 * half + i] = pack_bf16(y.x * f.x, y.y * f.y);
         b[i][half] = scaled(y, make_float2(-kCentre - e.x, -kCentre - e.y));
@@ -264,8 +270,8 @@ __device__ void decayed_operands(const flaop_kda_intra& p, Shared& s, int64_t ti
 }
 
 // A warp's finished blocks: L scaled into shared memory, A_qk to memory.
-__device__ void finish_pairs(const flaop_kda_intra& p, Shared& s, const PairSums& sums, int I, int J, int64_t token,
-                             int length, int head) {
+__device__ void finish_pairs(const flaop_kda_intra& p, Shared& s, const PairSums& sums, int I,
+                             int J, int64_t token, int length, int head) {
   const int lane = threadIdx.x % 32, r = lane / 4, c = 2 * (lane % 4);
   float* L = reinterpret_cast<float*>(s.q);
 #pragma unroll
@@ -283,7 +289,8 @@ __device__ void finish_pairs(const flaop_kda_intra& p, Shared& s, const PairSums
       }
       *reinterpret_cast<float2*>(&L[row * kLRow + column]) = make_float2(kk[0], kk[1]);
       if (row < length) {
-        __nv_bfloat16* out = static_cast<__nv_bfloat16*>(p.A_qk) + ((token + row) * p.call.HV + head) * kTokens + column;
+        __nv_bfloat16* out = static_cast<__nv_bfloat16*>(p.A_qk) +
+                             ((token + row) * p.call.HV + head) * kTokens + column;
         *reinterpret_cast<uint32_t*>(out) = pack_bf16(qk[0], qk[1]);
       }
     }
@@ -332,7 +339,8 @@ __device__ void invert_below(Shared& s, int J) {
     }
     uint32_t a[4];
     load_matrices(a, &s.late.X[I * kBlock + lane % 16][I * kBlock + 8 * (lane / 16)]);
-    // an accumulator tile is the right operand of the next product once it is transposed in shared memory
+    // an accumulator tile is the right operand of the next product once it is transposed in shared
+    // memory
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -356,7 +364,8 @@ __device__ void invert_below(Shared& s, int J) {
   }
 }
 
-// out[64][128] = (A beta) x for x [64][128] in shared memory; a warp makes 32 columns, staged in the place of q.
+// out[64][128] = (A beta) x for x [64][128] in shared memory; a warp makes 32 columns, staged in
+// the place of q.
 __device__ void multiply_by_inverse(Shared& s, const __nv_bfloat16 (*x)[kRow]) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, r = lane / 4, p = 2 * (lane % 4);
   uint32_t b[kBlocks][2][4];  // per 16 tokens and 16 columns
@@ -364,7 +373,8 @@ __device__ void multiply_by_inverse(Shared& s, const __nv_bfloat16 (*x)[kRow]) {
   for (int m = 0; m < kBlocks; ++m)
 #pragma unroll
     for (int n = 0; n < 2; ++n)
-      load_matrices_transposed(b[m][n], &x[m * kBlock + lane % 16][32 * warp + 16 * n + 8 * (lane / 16)]);
+      load_matrices_transposed(b[m][n],
+                               &x[m * kBlock + lane % 16][32 * warp + 16 * n + 8 * (lane / 16)]);
 #pragma unroll
   for (int I = 0; I < kBlocks; ++I) {
     float c[4][4] = {};
@@ -373,7 +383,8 @@ __device__ void multiply_by_inverse(Shared& s, const __nv_bfloat16 (*x)[kRow]) {
       uint32_t a[4];
       load_matrices(a, &s.late.A[I * kBlock + lane % 16][m * kBlock + 8 * (lane / 16)]);
 #pragma unroll
-      for (int n = 0; n < 4; ++n) mma(c[n], a, b[m][n / 2][2 * (n % 2)], b[m][n / 2][2 * (n % 2) + 1], __nv_bfloat16());
+      for (int n = 0; n < 4; ++n)
+        mma(c[n], a, b[m][n / 2][2 * (n % 2)], b[m][n / 2][2 * (n % 2) + 1], __nv_bfloat16());
     }
 #pragma unroll
     for (int n = 0; n < 4; ++n)
@@ -405,7 +416,8 @@ __global__ void __launch_bounds__(kThreads, 3) kda_intra_kernel(const flaop_kda_
   if (line < length) {
     const int64_t at = (token + line) * call.HV + head;
     prefetch(static_cast<const __nv_bfloat16*>(call.v) + at * kHead + 64 * (threadIdx.x % 2));
-    if (LOAD_A && threadIdx.x % 2 == 0) prefetch(static_cast<const __nv_bfloat16*>(p.A) + at * kTokens);
+    if (LOAD_A && threadIdx.x % 2 == 0)
+      prefetch(static_cast<const __nv_bfloat16*>(p.A) + at * kTokens);
   }
   sum_gates<G>(call, s, token, length, head);
   if (threadIdx.x < kTokens) {
@@ -443,7 +455,8 @@ __global__ void __launch_bounds__(kThreads, 3) kda_intra_kernel(const flaop_kda_
   if constexpr (LOAD_A) {
     for (int t = threadIdx.x / 8; t < kTokens; t += kThreads / 8) {
       uint4 x = make_uint4(0, 0, 0, 0);
-      if (t < length) x = *reinterpret_cast<const uint4*>(A + ((token + t) * call.HV + head) * kTokens + column);
+      if (t < length)
+        x = *reinterpret_cast<const uint4*>(A + ((token + t) * call.HV + head) * kTokens + column);
       uint32_t* to = reinterpret_cast<uint32_t*>(&s.late.A[t][column]);
       const uint32_t words[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
@@ -455,13 +468,15 @@ __global__ void __launch_bounds__(kThreads, 3) kda_intra_kernel(const flaop_kda_
   } else {
     finish_pairs(p, s, sums[0], warp, warp, token, length, head);
     finish_pairs(p, s, sums[1], kRows[warp][0], kColumns[warp][0], token, length, head);
-    if (warp < 2) finish_pairs(p, s, sums[2], kRows[warp][1], kColumns[warp][1], token, length, head);
+    if (warp < 2)
+      finish_pairs(p, s, sums[2], kRows[warp][1], kColumns[warp][1], token, length, head);
     __syncthreads();
     invert_diagonal(s, warp);
     __syncthreads();
     invert_below(s, warp);
     __syncthreads();
-    // A to memory, and times beta of its columns to shared memory; blocks above the diagonal are zero
+    // A to memory, and times beta of its columns to shared memory; blocks above the diagonal are
+    // zero
     for (int t = threadIdx.x / 8; t < kTokens; t += kThreads / 8) {
       float x[8], y[8];
       const bool below = column / kBlock <= t / kBlock;
@@ -474,7 +489,9 @@ __global__ void __launch_bounds__(kThreads, 3) kda_intra_kernel(const flaop_kda_
       if (t < length) {
         const int64_t at = ((token + t) * call.HV + head) * kTokens + column;
         store8(A + at, x);
-        if (!below) *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(p.A_qk) + at) = make_uint4(0, 0, 0, 0);
+        if (!below)
+          *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(p.A_qk) + at) =
+              make_uint4(0, 0, 0, 0);
       }
     }
   }
@@ -483,7 +500,8 @@ __global__ void __launch_bounds__(kThreads, 3) kda_intra_kernel(const flaop_kda_
 
   multiply_by_inverse(s, s.k);
   __syncthreads();
-  store_tile<kThreads>(s.q, static_cast<__nv_bfloat16*>(p.w) + tile * kTokens * kHead, kHead, kTokens);
+  store_tile<kThreads>(s.q, static_cast<__nv_bfloat16*>(p.w) + tile * kTokens * kHead, kHead,
+                       kTokens);
   __syncthreads();
   multiply_by_inverse(s, s.late.v);
   __syncthreads();
@@ -496,7 +514,8 @@ int launch(const flaop_kda_intra& p, cudaStream_t stream) {
   const auto kernel = kda_intra_kernel<G, BOUNDED, LOAD_A>;
   const int64_t blocks = static_cast<int64_t>(p.call.row1 - p.call.row0) * p.call.HV;
   if (blocks <= 0) return 0;
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared));
+  cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared));
   if (error != cudaSuccess) return error;
   kernel<<<static_cast<unsigned>(blocks), kThreads, sizeof(Shared), stream>>>(p);
   return cudaGetLastError();
@@ -513,7 +532,10 @@ int select(const flaop_kda_intra& p, cudaStream_t stream) {
 
 extern "C" int flaop_kda_intra_launch(const flaop_kda_intra* params, void* stream) {
   const auto s = static_cast<cudaStream_t>(stream);
-  return params->call.g_dtype == FLAOP_F32 ? flaop::select<float>(*params, s) : flaop::select<__nv_bfloat16>(*params, s);
+  return params->call.g_dtype == FLAOP_F32 ? flaop::select<float>(*params, s)
+                                           : flaop::select<__nv_bfloat16>(*params, s);
 }
 
-extern "C" const char* flaop_cuda_error(int code) { return cudaGetErrorString(static_cast<cudaError_t>(code)); }
+extern "C" const char* flaop_cuda_error(int code) {
+  return cudaGetErrorString(static_cast<cudaError_t>(code));
+}

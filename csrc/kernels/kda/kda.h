@@ -1,5 +1,5 @@
-// C interface of the chunk kernels of KDA (bf16, K = V = 128, chunks of 64 tokens). The mathematics:
-// triton_kernels/delta/intra.py and bwd.py.
+// C interface of the chunk kernels of KDA (bf16, K = V = 128, chunks of 64 tokens). The
+// mathematics: triton_kernels/delta/intra.py and bwd.py.
 #pragma once
 #include <stdint.h>
 
@@ -56,13 +56,14 @@ struct flaop_kda_bwd {
   const void* d_o;     // [B, T, HV, 128] bf16, or null
   const void* dv_new;  // [B, T, HV, 128] bf16
   const void* dh;      // [rows, HV, 128, 128] bf16
-  void* dq;            // written: [B, T, H, 128] bf16 if H == HV, else [B, T, HV, 128] fp32 of the normalised rows
-  void* dk;            // as dq
-  void* dv;            // [B, T, HV, 128] bf16, written
-  void* dg;            // [B, T, HV, 128] g_dtype, written
-  void* dbeta;         // [B, T, HV] beta_dtype, written
-  float* dA_log;       // [rows, HV] or null, written: sums over the chunk
-  float* ddt_bias;     // [rows, HV, 128] or null, written: sums over the chunk
+  void* dq;  // written: [B, T, H, 128] bf16 if H == HV, else [B, T, HV, 128] fp32 of the normalised
+             // rows
+  void* dk;  // as dq
+  void* dv;  // [B, T, HV, 128] bf16, written
+  void* dg;  // [B, T, HV, 128] g_dtype, written
+  void* dbeta;      // [B, T, HV] beta_dtype, written
+  float* dA_log;    // [rows, HV] or null, written: sums over the chunk
+  float* ddt_bias;  // [rows, HV, 128] or null, written: sums over the chunk
 };
 
 // Launch on a stream of the current device. Return 0, or the CUDA error code.

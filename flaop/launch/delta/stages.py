@@ -59,7 +59,8 @@ def gate_sums(q):
         matrices += [j <= i, j > i]
         sums = torch.stack(matrices).to(dtype)
         if on_gpu:
-            torch.cuda.current_stream(q.device).synchronize()  # any stream may read them from now on
+            # any stream may read them from now on
+            torch.cuda.current_stream(q.device).synchronize()
         _gate_sums[key] = sums
     return _gate_sums[key]
 
