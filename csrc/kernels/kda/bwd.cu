@@ -18,7 +18,7 @@
 namespace flaop {
 namespace {
 
-template <typename G, bool BOUNDED>
+template <typename G>
 __global__ void __launch_bounds__(kThreads, 1) kda_bwd_kernel(const flaop_kda_bwd p) {
   extern __shared__ __align__(16) unsigned char memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(kThreads, 1) kda_bwd_kernel(const flaop_kda_bw
   // through the pairs: rows, which completes dq and gives dbeta, then columns
   forget(x);
   unpark(s, 1, x.dq);
-  all_pairs<true, BOUNDED>(s, x);
+  all_pairs<true>(s, x);
   park(s, 1, x.dq);
   forget(x);
   Sums products;
@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(kThreads, 1) kda_bwd_kernel(const flaop_kda_bw
     dk = add(multiply(dk, beta), pair(products[block][f / 2], f % 2));
   }
   forget(x);
-  all_pairs<false, BOUNDED>(s, x);
+  all_pairs<false>(s, x);
   forget(x);
   unpark(s, 1, x.dq);
 
@@ -397,9 +397,9 @@ __global__ void __launch_bounds__(kThreads, 1) kda_bwd_kernel(const flaop_kda_bw
   }
 }
 
-template <typename G, bool BOUNDED>
+template <typename G>
 int launch(const flaop_kda_bwd& p, cudaStream_t stream) {
-  const auto kernel = kda_bwd_kernel<G, BOUNDED>;
+  const auto kernel = kda_bwd_kernel<G>;
   const int64_t blocks = static_cast<int64_t>(p.call.row1) * p.call.HV;
   if (blocks <= 0) return 0;
   cudaError_t error =
@@ -409,16 +409,11 @@ int launch(const flaop_kda_bwd& p, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-template <typename G>
-int select(const flaop_kda_bwd& p, cudaStream_t stream) {
-  return p.call.bounded ? launch<G, true>(p, stream) : launch<G, false>(p, stream);
-}
-
 }  // namespace
 }  // namespace flaop
 
 extern "C" int flaop_kda_bwd_launch(const flaop_kda_bwd* params, void* stream) {
   const auto s = static_cast<cudaStream_t>(stream);
-  return params->call.g_dtype == FLAOP_F32 ? flaop::select<float>(*params, s)
-                                           : flaop::select<__nv_bfloat16>(*params, s);
+  return params->call.g_dtype == FLAOP_F32 ? flaop::launch<float>(*params, s)
+                                           : flaop::launch<__nv_bfloat16>(*params, s);
 }

@@ -163,23 +163,6 @@ __device__ __forceinline__ void pairs_between(const Shared& s, Lane& x) {
   }
 }
 
-template <bool ROWS>
-__device__ __forceinline__ void pairs_within_bounded(const Shared& s, Lane& x) {
-  const uint32_t all[4] = {kAll, kAll, kAll, kAll};
-#pragma unroll
-  for (int I = 0; I < kBlocks; ++I) {
-    forget(x);
-    Operands row, column;
-    float2 f[4];
-    exponents(s, f, x, I, 1.f, {kCentre, kCentre});
-    row.rows(s, x, I, f);
-    forget(x);
-    exponents(s, f, x, I, -1.f, {-kCentre, -kCentre});
-    column.columns(s, x, I, f);
-    pair_gradients<ROWS>(s, x, row, column, I, I, all, all);
-  }
-}
-
 // The gate sum of the token `reference` of a lane's block, for both channels.
 __device__ __forceinline__ float reference_gate(const Shared& s, const Lane& x, int block,
                                                 int channel, int reference) {
@@ -252,18 +235,14 @@ __device__ __forceinline__ void pairs_diagonal(const Shared& s, Lane& x) {
     }
 }
 
-template <bool ROWS, bool BOUNDED>
+template <bool ROWS>
 __device__ __forceinline__ void all_pairs(const Shared& s, Lane& x) {
   pairs_between<ROWS>(s, x);
-  if constexpr (BOUNDED) {
-    pairs_within_bounded<ROWS>(s, x);
-  } else {
-    pairs_level<ROWS, 8>(s, x);
-    pairs_level<ROWS, 4>(s, x);
-    pairs_level<ROWS, 2>(s, x);
-    pairs_level<ROWS, 1>(s, x);
-    pairs_diagonal<ROWS>(s, x);
-  }
+  pairs_level<ROWS, 8>(s, x);
+  pairs_level<ROWS, 4>(s, x);
+  pairs_level<ROWS, 2>(s, x);
+  pairs_level<ROWS, 1>(s, x);
+  pairs_diagonal<ROWS>(s, x);
 }
 
 // Accumulators to and from a place of the lane's own.
