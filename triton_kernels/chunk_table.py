@@ -72,7 +72,7 @@ def chunk_table_kernel_rows(
 @triton.jit(do_not_specialize=["T", "N", "D"])
 def zero_outside_kernel(
     x,  # [T, D]
-    bounds,  # [N+1] int64
+    bounds,  # [N+1] integers
     T,
     N,
     D,

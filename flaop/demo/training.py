@@ -82,7 +82,8 @@ def train(
                 adamw.step()
                 adamw.zero_grad(set_to_none=True)
                 step += 1
-                if step == 1 or step % _LOG_EVERY == 0 or device.type == "cpu":
+                last = step == schedule.steps
+                if step == 1 or last or step % _LOG_EVERY == 0 or device.type == "cpu":
                     shown = {unit_name: f"{value.item() * unit:.3f}"}
                     if step == 1:
                         start = time.monotonic()

@@ -46,6 +46,18 @@ def zero_outside(x, table):
     """
     if table is None or x.numel() == 0:
         return
-    T, N = x.shape[1], table.bounds.numel() - 1
-    args = (x, table.bounds, T, N, x.numel() // T)
-    _zero((-(-T // 64),), args, {"BT": 64, "BD": 64}, num_warps=4)
+    _zero_rows(x, table.bounds, x.shape[1])
+
+
+def zero_unused(x, table):
+    """Zeros in what x [rows, ...] has for chunks past the last.
+
+    Nothing to do without a table.
+    """
+    if table is not None:
+        _zero_rows(x, table.offsets, x.shape[0])
+
+
+def _zero_rows(x, bounds, rows):
+    args = (x, bounds, rows, bounds.numel() - 1, x.numel() // rows)
+    _zero((-(-rows // 64),), args, {"BT": 64, "BD": 64}, num_warps=4)

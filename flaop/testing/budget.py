@@ -148,11 +148,14 @@ def _pairs(x: Tensor, y: Tensor, G: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """A matrix product of rounded operands, in the backward too."""
+    """A matrix product of rounded operands, in the backward too.
+
+    x, which decays make small, has float16's smallest numbers too; y may be a state.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-        x, y = _rounded(x, dtype), _rounded(y, dtype)
+        x, y = _rounded(x, dtype, small=True), _rounded(y, dtype)
         ctx.save_for_backward(x, y)
         ctx.dtype = dtype
         return x @ y
@@ -191,10 +194,12 @@ def _store(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x + (_rounded(x, dtype) - x).detach()
 
 
-def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _rounded(x: Tensor, dtype: torch.dtype, small: bool = False) -> Tensor:
     if dtype == torch.bfloat16:
         return x.to(dtype).to(x.dtype)
     if dtype == torch.float16:
         # float16 keeps 10 of float32's 23 mantissa bits. Its range is left out: states exceed it.
-        return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+        x = ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+        if small:
+            x = torch.where(x.abs() < 2.0**-14, (x * 2.0**24).round() * 2.0**-24, x)
     return x

@@ -7,7 +7,7 @@ sequence.
 import torch
 
 from ..kernel import prepare
-from ..table import zero_outside
+from ..table import zero_outside, zero_unused
 from .problem import CHUNK, problem
 from .stages import (
     Workspace,
@@ -82,6 +82,9 @@ def forward_residuals(call):
         v_new = _outputs(p)
         h = new_states(p)
     work = _workspace(p, segments[0][1])
+    if keep:
+        for x in (*work, h):
+            zero_unused(x, p.table)
     for row0, row1 in segments:
         run_intra(p, A, A_qk, o, work, row0, row1)
         run_scan(p, o, work, row0, row1, A_qk=A_qk, o=o, v_new=v_new, h=h, ht=ht)
