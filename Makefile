@@ -5,9 +5,11 @@ TRITON ?= triton==3.7.1
 # An index to take torch from, e.g. the one with builds for machines without a GPU (much smaller).
 TORCH_INDEX ?=
 ARGS ?=
+# Processes of the GPU tests.
+GPU_JOBS ?= 8
 
 BUILD_REQUIREMENTS = "setuptools>=77,<82" ninja cmake pybind11
-REQUIREMENTS = expecttest hypothesis matplotlib numpy pytest pytest-timeout safetensors tqdm
+REQUIREMENTS = expecttest hypothesis matplotlib numpy pytest pytest-timeout pytest-xdist safetensors tqdm
 
 ifeq ($(strip $(VENV)),)
 PYTHON := python3
@@ -36,8 +38,9 @@ test: install
 	$(PYTEST) -m "not slow and not gpu" --ignore=tests/kernels tests $(ARGS) || failed=1; \
 	exit $$failed
 
+# Most of its time is compilation, one kernel variant after another in each process.
 test-gpu: install
-	$(PYTEST) -m "gpu and not slow" tests $(ARGS)
+	$(PYTEST) -n $(GPU_JOBS) --dist loadgroup -m "gpu and not slow" tests $(ARGS)
 
 test-all: install
 	@failed=0; \

@@ -102,25 +102,30 @@ def _kda_call(p, row0, row1):
 
 
 def _launch(name, params, device, variant):
+    """Launches on the current stream of the current device, which is that of the tensors."""
     index = device.index
     key = (name, index, *variant)
     if key not in _warmed and torch.cuda.is_current_stream_capturing():
         raise not_warmed(name)
-    with torch.cuda.device(index):
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        code = getattr(library(), name)(ctypes.byref(params), stream)
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    code = getattr(library(), name)(ctypes.byref(params), stream)
     if code:
         raise RuntimeError(f"{name}: {library().flaop_cuda_error(code).decode()}")
     _warmed.add(key)
 
 
-def kda_intra(p, A, A_qk, u, work, row0, row1, load_A):
-    """Gates, pairs, inverse (unless A is given), W, U, qg, kg of rows [row0, row1) in one launch.
-    """
+def kda_intra(p, A, A_qk, u, work, load_A):
+    """A function of (row0, row1): gates, pairs, inverse (unless A is given), W, U, qg, kg of these
+    rows in one launch. A may be None where nobody reads it."""
     tensors = _pointers(A, A_qk, work.w, u, work.qg, work.kg, work.decay)
-    params = KdaIntra(_kda_call(p, row0, row1), *tensors, load_A)
+    params = KdaIntra(_kda_call(p, 0, 0), *tensors, load_A)
     variant = (p.g.dtype, p.gate["BOUNDED"], load_A)
-    _launch("flaop_kda_intra_launch", params, p.q.device, variant)
+
+    def launch(row0, row1):
+        params.call.row0, params.call.row1 = row0, row1
+        _launch("flaop_kda_intra_launch", params, p.q.device, variant)
+
+    return launch
 
 
 def kda_backward(p, A, v_new, h, do, dv_new, dh, dq, dk, dv, dg, dbeta, dA_log, ddt_bias):

@@ -74,7 +74,7 @@ def test_N04_positions_after_65536(device):
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=IDS)
 @pytest.mark.parametrize("case", ["no gate", "alternating", "no write"])
 def test_N05_gates_of_exactly_zero(fn, device, matches, dtype, case):
-    inputs = kda_inputs(T=130, H=1, K=32, V=32, dtype=dtype, device=device)
+    inputs = kda_inputs(T=130, H=1, K=16, V=8, dtype=dtype, device=device)
     inputs["g"].zero_()
     if case == "alternating":
         inputs["g"][:, 1::2] = -8
@@ -91,14 +91,15 @@ def test_N05_equal_keys(fn, device, dtype):
     v = torch.randn(1, 64, 1, 64, device=device).to(dtype)
     beta = torch.ones(1, 64, 1, device=device)
     o, _ = fn(k, k, v, torch.zeros_like(k), beta, scale=0.5)
-    limit = 1e-5 if dtype is FP32 else 1e-2
+    # o sums differences of neighbouring values: their rounding to bfloat16 alone gives 1.4e-2
+    limit = {FP32: 1e-5, FP16: 1e-2, BF16: 2e-2}[dtype]
     assert relative_error(o, v.double() * 0.5) < limit
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=IDS)
 @pytest.mark.parametrize("token", [0, 63], ids=["first", "last"])
 def test_N06_one_strong_decay_in_each_chunk(fn, device, matches, dtype, token):
-    inputs = kda_inputs(T=129, H=1, K=32, V=16, dtype=dtype, device=device, initial_state=True)
+    inputs = kda_inputs(T=129, H=1, K=16, V=8, dtype=dtype, device=device, initial_state=True)
     inputs["g"].fill_(-0.01)
     inputs["g"][:, token::64] = -60
     matches(fn, inputs)
@@ -106,14 +107,14 @@ def test_N06_one_strong_decay_in_each_chunk(fn, device, matches, dtype, token):
 
 @pytest.mark.parametrize("T", [64, 65])
 def test_N07_every_gate_strong(fn, device, matches, T):
-    inputs = kda_inputs(T=T, H=1, K=32, V=16, device=device)
+    inputs = kda_inputs(T=T, H=1, K=16, V=8, device=device)
     inputs["g"] = -10 - 10 * torch.rand_like(inputs["g"])
     matches(fn, inputs)
 
 
 def test_N07_positive_gates_are_the_callers_risk(fn, device):
     """Growth of e^8 over a chunk still matches; docs say that g <= 0 is the contract."""
-    inputs = kda_inputs(T=64, H=1, K=16, V=16, device=device)
+    inputs = kda_inputs(T=64, H=1, K=16, V=8, device=device)
     inputs["g"].fill_(0.125)
     assert relative_error(fn(**inputs)[0], kda_oracle(**inputs)[0]) < 1e-3
     assert "<= 0" in flaop.kda.__doc__
@@ -121,14 +122,14 @@ def test_N07_positive_gates_are_the_callers_risk(fn, device):
 
 @pytest.mark.parametrize("g", [-5.5, -8.0, -20.0, -88.0, -1000.0])
 def test_N09_decay_of_every_strength(fn, device, matches, g):
-    inputs = kda_inputs(T=66, H=1, K=16, V=16, device=device, initial_state=True)
+    inputs = kda_inputs(T=66, H=1, K=16, V=8, device=device, initial_state=True)
     inputs["g"].fill_(g)
     matches(fn, inputs)
 
 
 def test_N09_infinite_decay_starts_afresh(fn, device, gradients_of):
     """g = -inf at token 32 empties the state: the rest is a sequence of its own."""
-    inputs = kda_inputs(T=70, H=1, K=16, V=16, device=device, initial_state=True)
+    inputs = kda_inputs(T=70, H=1, K=16, V=8, device=device, initial_state=True)
     inputs["g"][:, 32] = -torch.inf
     outputs, gradients = gradients_of(fn, inputs)
     rest = {**inputs, "initial_state": None}
@@ -174,7 +175,7 @@ def test_N11_gate_gradient_under_strong_decay(fn, device, matches, dtype):
 @pytest.mark.parametrize("norm, beta", [(1.0, 0.99), (1.3, 0.5), (1.3, 0.99)])
 def test_N12_keys_that_are_not_normalised(fn, device, dtype, norm, beta):
     """Wherever beta |k|^2 < 2 the recurrence contracts, and the op follows it."""
-    inputs = kda_inputs(T=64, H=1, K=16, V=16, dtype=dtype, device=device, gates="slow")
+    inputs = kda_inputs(T=64, H=1, K=16, V=8, dtype=dtype, device=device, gates="slow")
     inputs["k"] *= norm
     inputs["beta"].fill_(beta)
     assert relative_error(fn(**inputs)[0], kda_oracle(**inputs)[0]) < (
@@ -233,7 +234,7 @@ def test_N15_final_states_are_float32(fn, device, dtype, state):
 @pytest.mark.parametrize("beta", [True, False], ids=["beta", "beta 1"])
 @pytest.mark.parametrize("state", [True, False], ids=["state", "none"])
 def test_N16_every_gradient_of_every_subset(fn, device, matches, gate, beta, state):
-    inputs = kda_inputs(T=100, H=1, K=32, V=16, dtype=BF16, device=device, initial_state=state)
+    inputs = kda_inputs(T=100, H=1, K=16, V=8, dtype=BF16, device=device, initial_state=state)
     if not gate:
         inputs["g"].zero_()
     if not beta:

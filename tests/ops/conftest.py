@@ -4,6 +4,7 @@ A kernel variant takes seconds to compile: CUDA cases vary lengths, gates and va
 sets, which differ in head sizes, dtypes and flags.
 """
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import flaop
-from flaop.testing import kda_inputs
+from flaop.testing import gla_inputs, kda_inputs, simple_gla_inputs
 
 # Arguments of kda_inputs.
 FAMILIES = {
@@ -51,11 +52,70 @@ FAMILIES["packed without state"] = FAMILIES["packed"] | STATELESS
 PATHS = ("chunk_kda", "fused_recurrent_kda")
 
 
+# Arguments of simple_gla_inputs; with a gate per channel, those of gla_inputs.
+DECAY_FAMILIES = {
+    "simple main": {
+        "dtype": "bfloat16", "K": 128, "V": 128, "gate": "g", "initial_state": True,
+    },
+    "simple packed": {
+        "dtype": "bfloat16", "K": 128, "V": 128, "gate": "both", "initial_state": True,
+        "H": 1, "HV": 2, "lengths": [0, 1, 40, 0, 89],
+    },
+    "simple constant": {
+        "dtype": "bfloat16", "K": 256, "V": 256, "gate": "g_gamma", "H": 1, "HV": 2,
+    },
+    "simple without gate": {
+        "dtype": "float16", "K": 64, "V": 24, "gate": None, "H": 2, "HV": 4,
+        "initial_state": True, "state_v_first": True,
+    },
+    "simple odd": {
+        "dtype": "float32", "K": 60, "V": 24, "gate": "both", "initial_state": True,
+        "lengths": [0, 1, 40, 0, 89],
+    },
+    "simple wide": {"dtype": "bfloat16", "K": 300, "V": 128, "gate": "g", "H": 1, "HV": 2},
+    "channel main": {
+        "dtype": "bfloat16", "K": 128, "V": 128, "gate": "channel", "initial_state": True,
+    },
+    "channel packed": {
+        "dtype": "float16", "K": 64, "V": 24, "gate": "channel", "initial_state": True,
+        "state_v_first": True, "H": 1, "HV": 2, "lengths": [0, 1, 40, 0, 89],
+    },
+    "channel odd": {
+        "dtype": "float32", "K": 100, "V": 128, "gate": "channel", "initial_state": True,
+        "lengths": [0, 1, 40, 0, 89],
+    },
+    "channel 256": {"dtype": "bfloat16", "K": 256, "V": 128, "gate": "channel", "H": 1, "HV": 2},
+    "channel wide": {
+        "dtype": "bfloat16", "K": 300, "V": 128, "gate": "channel", "H": 1, "initial_state": True,
+    },
+    "channel small": {"dtype": "float32", "K": 16, "V": 24, "gate": "channel", "H": 1},
+    "channel and value": {
+        "dtype": "bfloat16", "K": 128, "V": 128, "gate": "channel and value",
+        "initial_state": True,
+    },
+}  # fmt: skip
+
+
+def paths(options):
+    """The ops that serve a family."""
+    if "gate" not in options:
+        return PATHS
+    if options["gate"] == "channel and value":
+        return ("fused_recurrent_gla",)
+    name = "gla" if options["gate"] == "channel" else "simple_gla"
+    return (f"chunk_{name}", f"fused_recurrent_{name}")
+
+
 def arguments(family, **changes):
-    """Inputs of an op: a family with some arguments of kda_inputs changed."""
-    options = {"T": 130, **FAMILIES.get(family, {}), **changes}
-    dtype = options.get("dtype", "float32")
-    return kda_inputs(**{**options, "dtype": getattr(torch, dtype)})
+    """Inputs of an op: a family with some arguments of its inputs function changed."""
+    options = {"T": 130, **FAMILIES.get(family, {}), **DECAY_FAMILIES.get(family, {}), **changes}
+    options["dtype"] = getattr(torch, options.get("dtype", "float32"))
+    if "gate" not in options:
+        return kda_inputs(**options)
+    gate = options.pop("gate")
+    if gate in ("channel", "channel and value"):
+        return gla_inputs(value_gate=gate != "channel", **options)
+    return simple_gla_inputs(gate=gate, **options)
 
 
 @pytest.fixture(scope="session", name="arguments")
@@ -64,13 +124,33 @@ def arguments_fixture():
 
 
 @pytest.fixture(scope="session")
-def compiled_families():
+def compiled_families(tmp_path_factory):
     """Fills Triton's cache on disk, one process for each family and path."""
+    compile_side_by_side(FAMILIES, tmp_path_factory.getbasetemp(), "families")
+
+
+@pytest.fixture(scope="session")
+def compiled_decay_families(tmp_path_factory):
+    compile_side_by_side(DECAY_FAMILIES, tmp_path_factory.getbasetemp(), "decay_families")
+
+
+def compile_side_by_side(families, folder, name):
     command = [sys.executable, os.path.abspath(__file__)]
-    jobs = [[*command, family, path, "cuda"] for family in FAMILIES for path in PATHS]
-    with ThreadPoolExecutor(max(os.cpu_count() - 2, 1)) as pool:
-        # What fails here fails again in a test, with a better message.
-        list(pool.map(subprocess.run, jobs))
+    jobs = [
+        [*command, family, path, "cuda"]
+        for family, options in families.items()
+        for path in paths(options)
+    ]
+    # The processes of one parallel run share a folder: the first of them compiles for all.
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    with open(folder / name, "a+") as done:
+        fcntl.flock(done, fcntl.LOCK_EX)
+        if done.seek(0, os.SEEK_END) == 0:
+            with ThreadPoolExecutor(max(os.cpu_count() - 2, 1)) as pool:
+                # What fails here fails again in a test, with a better message.
+                list(pool.map(subprocess.run, jobs))
+            done.write("compiled")
 
 
 @pytest.fixture

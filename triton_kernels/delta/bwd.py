@@ -304,9 +304,12 @@ def chunk_kda_bwd_kernel_intra(
     b_de = tl.dot(tl.trans(b_A), (-b_dW).to(dtype), input_precision=PRECISION) * b_eG
     b_dw *= tl.exp2(sum_gates(sums, SUFFIX_SUM, b_high, b_low, BT, SPLIT))
     b_dq *= b_eG * scale
-    b_written = b_k * b_dw
-    b_dG = b_q * b_dq + b_k * b_de * b_beta[:, None] - b_written
-    b_dlast = b_dlast * tl.exp2(tl.sum(b_g, 0)) + tl.sum(b_written, 0)
+    b_dG = b_q * b_dq + b_k * b_de * b_beta[:, None]
+    # what a token's gate does to the state that leaves: it decays the tokens before it. The total
+    # minus a suffix sum would cancel
+    m_before = (o_t[:, None] > o_t[None, :]).to(tl.float32)
+    b_leaving = tl.dot(m_before, b_k * b_dw, input_precision=PRECISION)
+    b_leaving += (b_dlast * tl.exp2(tl.sum(b_g, 0)))[None, :]
 
     # through the pairs
     p_A = o_hv[:, None] * BT + o_t[None, :]
@@ -338,8 +341,7 @@ def chunk_kda_bwd_kernel_intra(
     p_dbeta = dbeta + i_s.to(tl.int64) * B * T * HV + o_hv
     tl.store(p_dbeta, tl.sum(b_k * b_de, 1), mask=m_t)
 
-    # reverse scan, then every row gets what the leaving state adds
-    b_dG = tl.cumsum(b_dG, 0, reverse=True) + b_dlast[None, :]
+    b_dG = tl.cumsum(b_dG, 0, reverse=True) + b_leaving
     if USE_GATE:
         b_x, b_a, b_bias = load_raw_gate(
             g, A_log, dt_bias, o_hv * K, o_k, m_tk, i_hv, K, HAS_A_LOG, HAS_BIAS

@@ -281,7 +281,7 @@ __global__ void __launch_bounds__(kThreads, 3) kda_intra_kernel(const flaop_kda_
       store8(&s.late.A[t][column], y);
       if (t < length) {
         const int64_t at = ((token + t) * call.HV + head) * kTokens + column;
-        store8(A + at, x);
+        if (A != nullptr) store8(A + at, x);
         if (!below)
           *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(p.A_qk) + at) =
               make_uint4(0, 0, 0, 0);

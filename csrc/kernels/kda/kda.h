@@ -37,7 +37,7 @@ struct flaop_kda_call {
 // Forward within the chunks. rows' = row1 - row0.
 struct flaop_kda_intra {
   struct flaop_kda_call call;
-  void* A;         // [B, T, HV, 64] bf16: written, or read with load_A
+  void* A;         // [B, T, HV, 64] bf16: read with load_A, else written if not null
   void* A_qk;      // [B, T, HV, 64] bf16: written unless load_A
   void* w;         // [rows', HV, 64, 128] bf16, written
   void* u;         // [B, T, HV, 128] bf16, written

@@ -6,16 +6,17 @@ sequence.
 
 import torch
 
+from .. import cuda
 from ..kernel import prepare
 from ..table import zero_outside, zero_unused
 from .problem import CHUNK, problem
 from .stages import (
     Workspace,
+    intra,
     new_states,
-    run_intra,
     run_intra_backward,
-    run_scan,
     run_scan_backward,
+    scan,
 )
 
 WORKSPACE = 320 << 20  # bytes of per-chunk operands that one pass over the sequences may take
@@ -52,18 +53,23 @@ def _outputs(p):
 
 
 def forward(call):
-    """(o, final_state or None), keeping nothing. Workspace: A_qk and at most WORKSPACE bytes."""
+    """(o, final_state or None), keeping nothing.
+
+    Workspace: A_qk, A where a kernel of its own reads it, and at most WORKSPACE bytes.
+    """
     p = problem(call)
     o = _outputs(p)
-    A, A_qk = (p.q.new_empty(call.B, call.T, call.HV, CHUNK) for _ in range(2))
+    A_qk = p.q.new_empty(call.B, call.T, call.HV, CHUNK)
+    A = None if cuda.serves_kda(call) else torch.empty_like(A_qk)
     segments = _segments(p)
     # always there: whether it is asked for, or carries the state between segments, compiles nothing
     ht = o.new_empty(p.state_shape, dtype=torch.float32)
     work = _workspace(p, segments[0][1])
-    for row0, row1 in segments:
-        # U waits in the place of o: each tile is read before it is written
-        run_intra(p, A, A_qk, o, work, row0, row1)
-        run_scan(p, o, work, row0, row1, A_qk=A_qk, o=o, ht=ht)
+    # U waits in the place of o: each tile is read before it is written
+    run_intra, run_scan = intra(p, A, A_qk, o, work), scan(p, o, work, A_qk=A_qk, o=o, ht=ht)
+    for rows in segments:
+        run_intra(*rows)
+        run_scan(*rows)
     return o, ht if call.output_final_state else None
 
 
@@ -85,9 +91,11 @@ def forward_residuals(call):
     if keep:
         for x in (*work, h):
             zero_unused(x, p.table)
-    for row0, row1 in segments:
-        run_intra(p, A, A_qk, o, work, row0, row1)
-        run_scan(p, o, work, row0, row1, A_qk=A_qk, o=o, v_new=v_new, h=h, ht=ht)
+    run_intra = intra(p, A, A_qk, o, work)
+    run_scan = scan(p, o, work, A_qk=A_qk, o=o, v_new=v_new, h=h, ht=ht)
+    for rows in segments:
+        run_intra(*rows)
+        run_scan(*rows)
     kept = (*work, v_new, h) if keep else (None,) * 6
     return o, ht if call.output_final_state else None, A, A_qk, *kept
 
@@ -96,8 +104,8 @@ def _recompute(p, A):
     """The scan operands, corrected values and states again, from A alone."""
     v_new, h = torch.empty_like(p.v), new_states(p)
     work = _workspace(p, p.rows)
-    run_intra(p, A, None, v_new, work, 0, p.rows, load_A=True)
-    run_scan(p, v_new, work, 0, p.rows, v_new=v_new, h=h)
+    intra(p, A, None, v_new, work, load_A=True)(0, p.rows)
+    scan(p, v_new, work, v_new=v_new, h=h)(0, p.rows)
     return work, v_new, h
 
 

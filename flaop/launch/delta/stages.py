@@ -74,17 +74,18 @@ class Workspace(NamedTuple):
     decay: torch.Tensor  # [rows', HV, K] fp32
 
 
-def run_intra(p, A, A_qk, u, work, row0, row1, load_A=False):
-    """The within-chunk stages of rows [row0, row1).
-
-    Pair matrices and inverse unless A is given, W, U.
-    """
+def intra(p, A, A_qk, u, work, load_A=False):
+    """A function of (row0, row1) that launches the within-chunk stages of these rows: pair matrices
+    and inverse unless A is given, W, U."""
     if cuda.serves_kda(p.call):
-        cuda.kda_intra(p, A, A_qk, u, work, row0, row1, load_A)
-        return
-    if not load_A:
-        run_pairs(p, A, A_qk, row0, row1)
-    run_wy(p, A, u, work, row0, row1)
+        return cuda.kda_intra(p, A, A_qk, u, work, load_A)
+
+    def launch(row0, row1):
+        if not load_A:
+            run_pairs(p, A, A_qk, row0, row1)
+        run_wy(p, A, u, work, row0, row1)
+
+    return launch
 
 
 def run_pairs(p, A, A_qk, row0, row1):
@@ -127,27 +128,23 @@ def _without_bounded(flags):
     return {name: flag for name, flag in flags.items() if name != "BOUNDED"}
 
 
-def run_scan(p, u, work, row0, row1, A_qk=None, o=None, v_new=None, h=None, ht=None):
-    """States of rows [row0, row1), with outputs o or corrected values v_new.
-
-    Grid: V tile, head, sequence.
-    """
+def scan(p, u, work, A_qk=None, o=None, v_new=None, h=None, ht=None):
+    """A function of (row0, row1) that launches the scan over these rows: states, with outputs o or
+    corrected values v_new. Grid: V tile, head, sequence."""
     call = p.call
     tiles, options = p.config(configs.scan)
-    _scan(
-        (-(-call.V // tiles["BV"]) * call.N * call.HV,),
-        (
-            work.w, u, work.qg, work.kg, work.decay, A_qk, o, v_new, h, p.h0, ht,
-            p.bounds, p.offsets, call.T, call.B, call.HV, row0, row1,
-        ),
-        tiles | {
-            "OUTPUT": o is not None, "STORE_V": v_new is not None, "STORE_H": h is not None,
-            "HAS_H0": p.h0 is not None, "STORE_FINAL": ht is not None,
-            "V_FIRST": call.state_v_first, "IS_VARLEN": p.table is not None,
-            "PRECISION": p.precision, "STATE_DTYPE": p.state_dtype,
-        },
-        **options,
+    grid = (-(-call.V // tiles["BV"]) * call.N * call.HV,)
+    args = (
+        work.w, u, work.qg, work.kg, work.decay, A_qk, o, v_new, h, p.h0, ht,
+        p.bounds, p.offsets, call.T, call.B, call.HV,
     )  # fmt: skip
+    constants = tiles | {
+        "OUTPUT": o is not None, "STORE_V": v_new is not None, "STORE_H": h is not None,
+        "HAS_H0": p.h0 is not None, "STORE_FINAL": ht is not None,
+        "V_FIRST": call.state_v_first, "IS_VARLEN": p.table is not None,
+        "PRECISION": p.precision, "STATE_DTYPE": p.state_dtype,
+    }  # fmt: skip
+    return lambda row0, row1: _scan(grid, (*args, row0, row1), constants, **options)
 
 
 def new_states(p):
