@@ -180,3 +180,11 @@ def test_extension_of_another_torch_is_not_opened(bare_copy):
     (bare_copy / "flaop" / "_build.json").write_text('{"torch": "1.0.0"}')
     result = run("import flaop", cwd=bare_copy)
     assert "ImportError: flaop's compiled extension was built for torch 1.0.0" in result.stderr
+
+
+def test_a_command_without_the_extension_ends_with_a_sentence(bare_copy):
+    command = [sys.executable, "-m", "flaop", "doctor"]
+    result = subprocess.run(command, cwd=bare_copy, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "compiled extension is missing" in result.stderr
+    assert "Traceback" not in result.stderr
