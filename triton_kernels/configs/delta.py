@@ -59,12 +59,13 @@ def scan_backward(arch, K, V, dtype):
     return config | {"num_stages": min(config["num_stages"], 2)}
 
 
-def bwd_inverse(arch, K, V, dtype):
-    """chunk_kda_bwd_kernel_inverse: K and V walked in slabs."""
-    config = {"BK": tile(K, 64), "BV": tile(V, 64), "num_warps": 4, "num_stages": 1}
+def bwd_values(arch, K, V, dtype):
+    """chunk_kda_bwd_kernel_values: V walked in slabs."""
     if dtype == "fp32":
-        return config
-    return config | ({"num_warps": 8} if arch < 90 else {"maxnreg": 168})
+        return {"BV": tile(V, 32), "num_warps": 4, "num_stages": 1}
+    config = {"BV": tile(V, 64), "num_warps": 4, "num_stages": 1}
+    # three programs on a multiprocessor instead of two
+    return config | ({"maxnreg": 168} if arch >= 90 else {})
 
 
 def bwd_intra(arch, K, V, dtype, bounded=True):

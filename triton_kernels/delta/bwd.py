@@ -2,12 +2,11 @@
 scan.py).
 
 S enters the chunk, dS is the gradient of the state that leaves it. Through the state and the
-inverse:
+inverse, with V' = A R, R = beta (v - (k exp2(G)) S) and dR = A^T dV':
 
-    dA   = dV' (beta v)^T + dW kb^T,   dW = -dV' S^T          dL = -A^T dA A^T, strictly lower
-    dAqk = do V'^T, lower              dv = beta A^T dV'      dkb = A^T dW
-    dq  += scale exp2(G) do S^T        dk_erase = beta exp2(G) dkb      dk_write = exp2(G_last - G)
-    V' dS^T
+    dL   = -dR V'^T, strictly lower: -A^T (dV' R^T) A^T        dAqk = do V'^T, lower
+    dq  += scale exp2(G) do S^T                                dv = beta dR
+    dk_erase = -beta exp2(G) dR S^T                            dk_write = exp2(G_last - G) V' dS^T
 
 and through the pairs, level by level with the factors X of pairs.py (rows i, columns j <= i):
 
@@ -37,71 +36,49 @@ from .pairs import (
 from .rows import chunk_position, load_beta, load_gate, load_raw_gate, reciprocal_norm
 
 
-@triton.jit(do_not_specialize=["scale", "lower_bound", "T", "B", "H", "HV"])
-def chunk_kda_bwd_kernel_inverse(
-    k,  # [B, T, H, K]
+@triton.jit(do_not_specialize=["scale", "T", "B", "HV"])
+def chunk_kda_bwd_kernel_values(
     v,  # [B, T, HV, V]
-    g,  # [B, T, HV, K]
     beta,  # [B, T, HV]
-    A_log,  # [HV] or None
-    dt_bias,  # [HV, K] or None
-    sums,  # [9, BT, BT], see pairs.sum_gates
     A,  # [B, T, HV, BT]
     v_new,  # [B, T, HV, V]
-    h,  # [rows, HV, K, V]
     do,  # [B, T, HV, V] or None
     dv_new,  # [B, T, HV, V]
+    dR,  # [B, T, HV, V], written; may be dv_new itself
     dv,  # [B, T, HV, V], written
     dA_qk,  # [B, T, HV, BT], written with HAS_DO
     dL,  # [B, T, HV, BT], written
-    dbeta,  # [B, T, HV] fp32, written: the part through U
+    dbeta,  # [B, T, HV] fp32, written: the part through beta v
     bounds,  # [N+1] int64 or None
     table,  # [rows, 2] int32 or None
     scale,
-    lower_bound,
     T,
     B,
-    H,
     HV,
-    K: tl.constexpr,
     V: tl.constexpr,
     BT: tl.constexpr,
-    BK: tl.constexpr,
     BV: tl.constexpr,
     HAS_DO: tl.constexpr,
-    USE_GATE: tl.constexpr,
-    HAS_A_LOG: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_BOUND: tl.constexpr,
-    USE_L2NORM: tl.constexpr,
     BETA_SIGMOID: tl.constexpr,
     NEG_EIGVAL: tl.constexpr,
     IS_VARLEN: tl.constexpr,
-    SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
-    STATE_DTYPE: tl.constexpr,
 ):
-    """dv and the gradients of the two pair matrices. One program per (chunk row, value head)."""
+    """dR, dv and the gradients of the two pair matrices. One program per (chunk row, value head)."""
     row, i_hv = tl.program_id(0) // HV, tl.program_id(0) % HV
-    i_h = i_hv // (HV // H)
     t0, b_len = chunk_position(bounds, table, row, T, B, BT, IS_VARLEN)
     if b_len <= 0:
         return
-    o_r = row.to(tl.int64) * HV + i_hv
     o_t = tl.arange(0, BT)
     m_t = o_t < b_len
     o_hv = (t0 + o_t) * HV + i_hv
-    o_qk = ((t0 + o_t) * H + i_h) * K
-    dtype = k.dtype.element_ty
-    m_causal = o_t[:, None] >= o_t[None, :]
+    dtype = v.dtype.element_ty
 
     b_beta = load_beta(beta, o_hv, m_t, BETA_SIGMOID, NEG_EIGVAL)
-    b_rk = reciprocal_norm(k, o_qk, m_t, K, BT, BK, USE_L2NORM)
     p_A = o_hv[:, None] * BT + o_t[None, :]
     b_AT = tl.trans(tl.load(A + p_A, mask=m_t[:, None], other=0.0))
-
     b_dAqk = tl.zeros([BT, BT], dtype=tl.float32)
-    b_dA = tl.zeros([BT, BT], dtype=tl.float32)
+    b_dL = tl.zeros([BT, BT], dtype=tl.float32)
     b_db = tl.zeros([BT], dtype=tl.float32)
     for i_v in range(0, V, BV):
         o_v = i_v + tl.arange(0, BV)
@@ -109,48 +86,22 @@ def chunk_kda_bwd_kernel_inverse(
         m_tv = m_t[:, None] & (o_v < V)[None, :]
         b_dvn = tl.load(dv_new + p_tv, mask=m_tv, other=0.0)
         b_v = tl.load(v + p_tv, mask=m_tv, other=0.0).to(tl.float32)
-        b_vb = (b_v * b_beta[:, None]).to(dtype)
-        b_dA = tl.dot(b_dvn, tl.trans(b_vb), b_dA, input_precision=PRECISION)
-        b_dvb = tl.dot(b_AT, b_dvn, input_precision=PRECISION)
-        tl.store(dv + p_tv, (b_dvb * b_beta[:, None]).to(dv.dtype.element_ty), mask=m_tv)
-        b_db += tl.sum(b_dvb * b_v, 1)
+        b_vn = tl.trans(tl.load(v_new + p_tv, mask=m_tv, other=0.0))
+        b_dR = tl.dot(b_AT, b_dvn, input_precision=PRECISION)
+        tl.store(dv + p_tv, (b_dR * b_beta[:, None]).to(dv.dtype.element_ty), mask=m_tv)
+        b_db += tl.sum(b_dR * b_v, 1)
+        b_dRd = b_dR.to(dtype)
+        tl.store(dR + p_tv, b_dRd, mask=m_tv)
+        b_dL = tl.dot(b_dRd, b_vn, b_dL, input_precision=PRECISION)
         if HAS_DO:
             b_do = tl.load(do + p_tv, mask=m_tv, other=0.0)
-            b_vn = tl.load(v_new + p_tv, mask=m_tv, other=0.0)
-            b_dAqk = tl.dot(b_do, tl.trans(b_vn), b_dAqk, input_precision=PRECISION)
+            b_dAqk = tl.dot(b_do, b_vn, b_dAqk, input_precision=PRECISION)
     tl.store(dbeta + o_hv, b_db, mask=m_t)
-    if HAS_DO:
-        b_dAqk = tl.where(m_causal, b_dAqk * scale, 0.0)
-        tl.store(dA_qk + p_A, b_dAqk.to(dtype), mask=m_t[:, None])
-
-    for i_k in range(0, K, BK):
-        o_k = i_k + tl.arange(0, BK)
-        m_k = o_k < K
-        m_tk = m_t[:, None] & m_k[None, :]
-        b_dW = tl.zeros([BT, BK], dtype=tl.float32)
-        for i_v in range(0, V, BV):
-            o_v = i_v + tl.arange(0, BV)
-            m_tv = m_t[:, None] & (o_v < V)[None, :]
-            b_dvn = tl.load(dv_new + o_hv[:, None] * V + o_v[None, :], mask=m_tv, other=0.0)
-            p_S = o_r * K * V + o_k[:, None] * V + o_v[None, :]
-            m_S = m_k[:, None] & (o_v < V)[None, :]
-            b_S = tl.load(h + p_S, mask=m_S, other=0.0).to(STATE_DTYPE)
-            b_dW = tl.dot(b_dvn.to(STATE_DTYPE), tl.trans(b_S), b_dW, input_precision=PRECISION)
-        b_k = tl.load(k + o_qk[:, None] + o_k[None, :], mask=m_tk, other=0.0).to(tl.float32)
-        b_g = load_gate(
-            g, A_log, dt_bias, o_hv * K, o_k, m_tk, i_hv, lower_bound, K,
-            USE_GATE, HAS_A_LOG, HAS_BIAS, HAS_BOUND,
-        )  # fmt: skip
-        b_high, b_low = split_gate(b_g, SPLIT)
-        b_eG = tl.exp2(sum_gates(sums, PREFIX_SUM, b_high, b_low, BT, SPLIT))
-        b_kb = (b_k * (b_rk * b_beta)[:, None] * b_eG).to(dtype)
-        b_dA = tl.dot((-b_dW).to(dtype), tl.trans(b_kb), b_dA, input_precision=PRECISION)
-
-    b_dA = tl.where(m_causal, b_dA, 0.0).to(dtype)
-    b_dA = tl.dot(b_AT, b_dA, input_precision=PRECISION).to(dtype)
-    b_dL = -tl.dot(b_dA, b_AT, input_precision=PRECISION)
-    b_dL = tl.where(o_t[:, None] > o_t[None, :], b_dL, 0.0)
+    b_dL = tl.where(o_t[:, None] > o_t[None, :], -b_dL, 0.0)
     tl.store(dL + p_A, b_dL.to(dtype), mask=m_t[:, None])
+    if HAS_DO:
+        b_dAqk = tl.where(o_t[:, None] >= o_t[None, :], b_dAqk * scale, 0.0)
+        tl.store(dA_qk + p_A, b_dAqk.to(dtype), mask=m_t[:, None])
 
 
 @triton.jit
@@ -192,11 +143,10 @@ def chunk_kda_bwd_kernel_intra(
     A_log,  # [HV] or None
     dt_bias,  # [HV, K] or None
     sums,  # [9, BT, BT], see pairs.sum_gates
-    A,  # [B, T, HV, BT]
     v_new,  # [B, T, HV, V]
     h,  # [rows, HV, K, V]
     do,  # [B, T, HV, V] or None
-    dv_new,  # [B, T, HV, V]
+    dR,  # [B, T, HV, V]
     dh,  # [rows, HV, K, V]
     dA_qk,  # [B, T, HV, BT] or None
     dL,  # [B, T, HV, BT]
@@ -267,7 +217,7 @@ def chunk_kda_bwd_kernel_intra(
 
     # through the states
     b_dq = tl.zeros([BT, BK], dtype=tl.float32)
-    b_dW = tl.zeros([BT, BK], dtype=tl.float32)
+    b_de = tl.zeros([BT, BK], dtype=tl.float32)
     b_dw = tl.zeros([BT, BK], dtype=tl.float32)
     b_dlast = tl.zeros([BK], dtype=tl.float32)
     for i_v in range(0, V, BV):
@@ -281,9 +231,9 @@ def chunk_kda_bwd_kernel_intra(
         b_dlast += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), 1)
         b_S = tl.trans(b_S.to(STATE_DTYPE))
         b_dS = tl.trans(b_dS.to(STATE_DTYPE))
-        b_dvn = tl.load(dv_new + p_tv, mask=m_tv, other=0.0).to(STATE_DTYPE)
+        b_dR = tl.load(dR + p_tv, mask=m_tv, other=0.0).to(STATE_DTYPE)
         b_vn = tl.load(v_new + p_tv, mask=m_tv, other=0.0).to(STATE_DTYPE)
-        b_dW = tl.dot(b_dvn, b_S, b_dW, input_precision=PRECISION)
+        b_de = tl.dot(b_dR, b_S, b_de, input_precision=PRECISION)
         b_dw = tl.dot(b_vn, b_dS, b_dw, input_precision=PRECISION)
         if HAS_DO:
             b_do = tl.load(do + p_tv, mask=m_tv, other=0.0).to(STATE_DTYPE)
@@ -299,9 +249,8 @@ def chunk_kda_bwd_kernel_intra(
     )  # fmt: skip
     b_high, b_low = split_gate(b_g, SPLIT)
     b_eG = tl.exp2(sum_gates(sums, PREFIX_SUM, b_high, b_low, BT, SPLIT))
-    b_A = tl.load(A + o_hv[:, None] * BT + o_t[None, :], mask=m_t[:, None], other=0.0)
     # dk_erase / beta: its product with k is the gradient of beta
-    b_de = tl.dot(tl.trans(b_A), (-b_dW).to(dtype), input_precision=PRECISION) * b_eG
+    b_de *= -b_eG
     b_dw *= tl.exp2(sum_gates(sums, SUFFIX_SUM, b_high, b_low, BT, SPLIT))
     b_dq *= b_eG * scale
     b_dG = b_q * b_dq + b_k * b_de * b_beta[:, None]

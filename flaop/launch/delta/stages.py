@@ -11,7 +11,7 @@ import torch
 from flaop.triton_kernels.configs import delta as configs
 from flaop.triton_kernels.delta.bwd import (
     chunk_kda_bwd_kernel_intra,
-    chunk_kda_bwd_kernel_inverse,
+    chunk_kda_bwd_kernel_values,
     kda_bwd_kernel_beta,
     kda_bwd_kernel_qk,
 )
@@ -33,7 +33,7 @@ _pairs = Kernel(chunk_kda_fwd_kernel_pairs)
 _wy = Kernel(chunk_kda_fwd_kernel_wy)
 _scan = Kernel(chunk_delta_fwd_kernel_scan)
 _scan_backward = Kernel(chunk_delta_bwd_kernel_scan)
-_inverse_backward = Kernel(chunk_kda_bwd_kernel_inverse)
+_values_backward = Kernel(chunk_kda_bwd_kernel_values)
 _intra_backward = Kernel(chunk_kda_bwd_kernel_intra)
 _beta_backward = Kernel(kda_bwd_kernel_beta)
 _qk_backward = Kernel(kda_bwd_kernel_qk)
@@ -234,8 +234,6 @@ def _run_intra_backward(p, A, v_new, h, do, dv_new, dh, complete):
     Grids: (row, value head), then (row, value head, slab of K), then tokens.
     """
     call = p.call
-    scalars = (call.scale, call.lower_bound or 0.0, call.T, call.B, call.H, call.HV)
-    parameters = (p.beta, p.A_log, p.dt_bias, gate_sums(p.q))
     flags = p.gate | {
         "HAS_DO": do is not None, "SPLIT": p.split,
         "PRECISION": p.precision, "STATE_DTYPE": p.state_dtype,
@@ -248,22 +246,27 @@ def _run_intra_backward(p, A, v_new, h, do, dv_new, dh, complete):
     dbeta_parts = torch.empty(
         slabs + 1, *p.beta.shape, dtype=torch.float32, device=p.q.device
     )
-    inverse_tiles, inverse_options = p.config(configs.bwd_inverse)
-    _inverse_backward(
+    values_tiles, values_options = p.config(configs.bwd_values)
+    # dR takes the place of dV': each tile is read before it is written
+    _values_backward(
         (p.rows * call.HV,),
         (
-            p.k, p.v, p.g, *parameters, A, v_new, h, do, dv_new, grads.dv, dA_qk, dL,
-            dbeta_parts[slabs], p.bounds, p.table_rows, *scalars,
+            p.v, p.beta, A, v_new, do, dv_new, dv_new, grads.dv, dA_qk, dL, dbeta_parts[slabs],
+            p.bounds, p.table_rows, call.scale, call.T, call.B, call.HV,
         ),
-        inverse_tiles | _without_bounded(flags),
-        **inverse_options,
+        {name: values_tiles[name] for name in ("V", "BT", "BV")} | {
+            name: flags[name]
+            for name in ("HAS_DO", "BETA_SIGMOID", "NEG_EIGVAL", "IS_VARLEN", "PRECISION")
+        },
+        **values_options,
     )  # fmt: skip
     _intra_backward(
         (p.rows * call.HV * slabs,),
         (
-            p.q, p.k, p.g, *parameters, A, v_new, h, do, dv_new, dh, dA_qk, dL,
-            grads.dq, grads.dk, grads.dg, dbeta_parts, grads.dA_log, grads.ddt_bias,
-            p.bounds, p.table_rows, *scalars,
+            p.q, p.k, p.g, p.beta, p.A_log, p.dt_bias, gate_sums(p.q), v_new, h, do, dv_new, dh,
+            dA_qk, dL, grads.dq, grads.dk, grads.dg, dbeta_parts, grads.dA_log, grads.ddt_bias,
+            p.bounds, p.table_rows, call.scale, call.lower_bound or 0.0,
+            call.T, call.B, call.H, call.HV,
         ),
         tiles | flags,
         **options,
