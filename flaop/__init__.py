@@ -8,17 +8,58 @@ from flaop import _extension  # noqa: F401  (registers the schemas; must come fi
 from flaop._paths import Explanation, backend, explain, supports, warmup
 from flaop._version import __version__
 from flaop.functional import chunk_kda, flash_kda_fwd, fused_recurrent_kda, kda
-from flaop.ops import kda as _kda_kernels  # noqa: F401  (registers kernels and fakes)
+from flaop.functional_decay import (
+    chunk_gla,
+    chunk_simple_gla,
+    fused_recurrent_gla,
+    fused_recurrent_simple_gla,
+    gla,
+    simple_gla,
+)
+from flaop.functional_linear import chunk_linear_attn, fused_recurrent_linear_attn, linear_attn
+from flaop.functional_mamba2 import mamba2_ssd
+from flaop.functional_retention import (
+    chunk_lightning_attn,
+    chunk_retention,
+    fused_recurrent_lightning_attn,
+    fused_recurrent_retention,
+    lightning_attn,
+    retention,
+)
+from flaop.functional_stages import chunk_fwd_h, chunk_fwd_o, chunk_local_cumsum
+from flaop.ops import gla as _gla_kernels  # noqa: F401  (register kernels and fakes)
+from flaop.ops import kda as _kda_kernels  # noqa: F401
+from flaop.ops import simple_gla as _simple_gla_kernels  # noqa: F401
+from flaop.ops import stages as _stage_kernels  # noqa: F401
 
 __all__ = [
     "Explanation",
     "__version__",
     "backend",
+    "chunk_fwd_h",
+    "chunk_fwd_o",
+    "chunk_gla",
     "chunk_kda",
+    "chunk_lightning_attn",
+    "chunk_linear_attn",
+    "chunk_local_cumsum",
+    "chunk_retention",
+    "chunk_simple_gla",
     "explain",
     "flash_kda_fwd",
+    "fused_recurrent_gla",
     "fused_recurrent_kda",
+    "fused_recurrent_lightning_attn",
+    "fused_recurrent_linear_attn",
+    "fused_recurrent_retention",
+    "fused_recurrent_simple_gla",
+    "gla",
     "kda",
+    "lightning_attn",
+    "linear_attn",
+    "mamba2_ssd",
+    "retention",
+    "simple_gla",
     "supports",
     "warmup",
 ]

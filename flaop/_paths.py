@@ -33,7 +33,7 @@ BACKEND = _default_backend()
 
 @contextlib.contextmanager
 def backend(path: str) -> Iterator[None]:
-    """Force a path for every call of a dispatcher (`flaop.kda`) inside a `with` block.
+    """Force a path for every call of a dispatcher (`flaop.kda`, ...) inside a `with` block.
 
     The setting is one for the process, not for the thread. A checkpointed region that is
     recomputed in the backward runs outside the block: pass `backend=` to the function instead.
@@ -63,14 +63,15 @@ class Explanation(NamedTuple):
     """What the dispatcher does with a call."""
 
     path: str  # empty if a forced path cannot serve the call
-    passed_over: list[str]  # a sentence for each path that was passed over
+    passed_over: list[str]  # a sentence for each path that was passed over, or cannot serve it
 
 
 def explain(fn: Callable, *args, **kwargs) -> Explanation:
     """The path that a call would take, and why not another. Runs no kernel.
 
     Args:
-        fn: a dispatcher: `flaop.kda`.
+        fn: a dispatcher: `flaop.kda`, `simple_gla`, `gla`,
+            `retention`, `lightning_attn` or `linear_attn`.
         *args, **kwargs: the arguments of the call.
 
     Returns:
@@ -92,7 +93,8 @@ def supports(path: str, fn: Callable, *args, **kwargs) -> bool:
 
     Args:
         path: "chunk", "fused_recurrent" or "flash_kda".
-        fn: a dispatcher: `flaop.kda`.
+        fn: a dispatcher: `flaop.kda`, `simple_gla`, `gla`,
+            `retention`, `lightning_attn` or `linear_attn`.
         *args, **kwargs: the arguments of the call.
 
     Raises:
@@ -133,8 +135,9 @@ def warmup(fn: Callable, *args, **kwargs) -> None:
 def _explain_op(fn: Callable):
     name = getattr(fn, "__name__", "")
     op = getattr(torch.ops.flaop, f"_explain_{name}", None)
-    if op is None or getattr(fn, "__module__", None) != "flaop.functional":
-        raise TypeError(f"explain and supports take a dispatcher (flaop.kda), got {fn!r}")
+    module = getattr(fn, "__module__", None) or ""
+    if op is None or not module.startswith("flaop.functional"):
+        raise TypeError(f"explain and supports take a dispatcher (flaop.kda, ...), got {fn!r}")
     return op.default
 
 

@@ -24,11 +24,19 @@ LAYERS = [
         {"flaop.launch", "flaop.reference"},
     ),
     ("flaop/functional.py", {"torch", "flaop._paths"}, set()),
+    ("flaop/functional_decay.py", {"torch", "flaop._paths"}, set()),
+    ("flaop/functional_linear.py", {"torch", "flaop._paths"}, set()),
+    ("flaop/functional_mamba2.py", {"torch", "flaop.functional_decay"}, set()),
+    ("flaop/functional_retention.py", {"torch", "flaop._paths"}, set()),
+    ("flaop/functional_stages.py", {"torch"}, set()),
     ("flaop/_paths.py", {"torch", "flaop._extension", "flaop._version"}, set()),
     ("flaop/_extension.py", {"torch", "flaop._bindings"}, set()),
 ]
 # Names that functions of flaop own.
-FUNCTION_NAMES = ("kda", "gla", "simple_gla", "gated_delta_rule", "explain", "supports", "backend")
+FUNCTION_NAMES = (
+    *("kda", "gla", "simple_gla", "gated_delta_rule", "retention", "lightning_attn"),
+    *("linear_attn", "mamba2_ssd", "explain", "supports", "backend"),
+)
 
 
 def python_files(path: str) -> list[pathlib.Path]:

@@ -24,6 +24,8 @@ constexpr Text kText[] = {
     {"neg_eigval", "allow_neg_eigval is True"},
     {"unsafe_gate", "no safe_gate with lower_bound in [-5, 0)"},
     {"state_k_first", "a state goes in or out and state_v_first is False"},
+    {"other_family", "the family is not KDA"},
+    {"value_gate", "a gate on the channels of the values (gv)"},
 };
 static_assert(sizeof(kText) / sizeof(kText[0]) == static_cast<size_t>(Feature::kCount));
 

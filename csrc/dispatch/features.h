@@ -1,4 +1,4 @@
-// What a KDA call asks of a path, one bit each, and what each path offers. No tensors here.
+// What a call asks of a path, one bit each, and what each path offers. No tensors here.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 namespace flaop::dispatch {
 
 enum class Feature : uint8_t {
-  kKernel,        // asked by every call; offered by a path that is part of this build
+  kKernel,        // asked by calls of KDA; offered by a path that is part of this build
   kLong,          // more tokens than the short threshold
   kShort,         // at most that many
   kGradient,      // grad mode, and an input requires grad
@@ -23,6 +23,8 @@ enum class Feature : uint8_t {
   kNegEigval,     // allow_neg_eigval
   kUnsafeGate,    // no safe_gate with lower_bound in [-5, 0)
   kStateKFirst,   // a state goes in or out as [N, HV, K, V]
+  kOtherFamily,   // a family other than KDA
+  kValueGate,     // gv, a gate on the channels of the values
   kCount
 };
 

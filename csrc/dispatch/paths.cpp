@@ -25,7 +25,8 @@ Path parse_path(std::string_view name, std::string_view text) {
 const char* path_name(Path path) { return kNames[static_cast<size_t>(path)]; }
 
 FeatureSet path_offer(Path path) {
-  if (path != Path::kFlash) return FeatureSet::all();
+  if (path == Path::kRecurrent) return FeatureSet::all();
+  if (path == Path::kChunk) return FeatureSet::all().without({Feature::kValueGate});
   FeatureSet offer{Feature::kLong, Feature::kShort};
   offer.add_if(kFlashBuilt, Feature::kKernel);
   return offer;
@@ -67,16 +68,30 @@ bool takes(const Backend& backend, Path path, FeatureSet needs) {
   return backend.allowed[static_cast<size_t>(path)] && path_policy(path).covers(needs);
 }
 
-Decision decide(const Backend& backend, FeatureSet needs) {
-  Decision decision;
+std::optional<Path> first(const Backend& backend, FeatureSet needs) {
   for (size_t i = 0; i < kPathCount; ++i) {
     const auto path = static_cast<Path>(i);
-    if (takes(backend, path, needs)) {
-      decision.path = path_name(path);
-      return decision;
+    if (takes(backend, path, needs)) return path;
+  }
+  return std::nullopt;
+}
+
+Decision decide(const Backend& backend, FeatureSet needs) {
+  const std::optional<Path> chosen = first(backend, needs);
+  Decision decision;
+  if (chosen) decision.path = path_name(*chosen);
+  bool passed_over = true;  // up to the path that is taken
+  for (size_t i = 0; i < kPathCount; ++i) {
+    const auto path = static_cast<Path>(i);
+    if (path == chosen) {
+      passed_over = false;
+      continue;
     }
     std::string reasons;
-    if (backend.forced && path != backend.path) {
+    if (!passed_over) {
+      reasons = missing(needs, path_offer(path));
+      if (reasons.empty()) continue;
+    } else if (backend.forced && path != backend.path) {
       reasons = "another path is forced by backend";
     } else {
       reasons = missing(needs, backend.forced ? path_offer(path) : path_policy(path));

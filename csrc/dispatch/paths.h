@@ -1,6 +1,8 @@
-// The paths of flaop::kda, the `backend` argument, and the choice between them. No tensors here.
+// The paths of the dispatchers, the `backend` argument, and the choice between them. No tensors
+// here.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -9,7 +11,7 @@
 
 namespace flaop::dispatch {
 
-// In order of preference. The last one is the general path.
+// In order of preference. The last one is the general path of KDA.
 enum class Path : uint8_t { kFlash, kRecurrent, kChunk, kCount };
 inline constexpr size_t kPathCount = static_cast<size_t>(Path::kCount);
 
@@ -31,9 +33,12 @@ Backend parse_backend(std::string_view text);
 // Whether the dispatcher may take `path` for a call with these needs.
 bool takes(const Backend& backend, Path path, FeatureSet needs);
 
+// The path for a call with these needs.
+std::optional<Path> first(const Backend& backend, FeatureSet needs);
+
 struct Decision {
   std::string path;                    // empty if no path serves the call
-  std::vector<std::string> sentences;  // one for each path that was passed over
+  std::vector<std::string> sentences;  // one for each path passed over, or unable to serve
 };
 Decision decide(const Backend& backend, FeatureSet needs);
 

@@ -1,23 +1,11 @@
 // Kimi Delta Attention: schemas, dispatcher, autograd and autocast. CPU and CUDA kernels and the
 // fakes are registered by flaop/ops/kda.py.
-#include <torch/csrc/autograd/custom_function.h>
-
-#include <array>
-
 #include "../dispatch/device.h"
-#include "../dispatch/paths.h"
-#include "../dispatch/policy.h"
-#include "boxed.h"
+#include "dispatcher.h"
+#include "formula.h"
 
 namespace flaop {
 namespace {
-
-using at::Tensor;
-using dispatch::Feature;
-using dispatch::FeatureSet;
-using dispatch::Path;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 // The arguments that every path shares; schemas.md calls them KP.
 #define KDA_ARGS                                                                         \
@@ -69,56 +57,29 @@ enum Arg : size_t {
   kBackend = kChunkCount
 };
 
-// A view of the arguments on the stack that the dispatcher asks questions about.
-class Arguments {
+class Arguments : public CallView {
  public:
   Arguments(const c10::OperatorHandle& op, const Stack& stack)
-      : stack_(stack), first_(first_argument(op, stack)) {
-    TORCH_CHECK_VALUE(tensor(kQ).dim() == 4, "q must have 4 dimensions [B, T, H, K], got shape ",
-                      tensor(kQ).sym_sizes());
-    TORCH_CHECK_VALUE(tensor(kV).dim() == 4, "v must have 4 dimensions [B, T, HV, V], got shape ",
-                      tensor(kV).sym_sizes());
-  }
+      : CallView(op, stack, {kCuSeqlens, kBackend}) {}
 
-  const Tensor& tensor(Arg arg) const { return at(arg).toTensor(); }
-  bool flag(Arg arg) const { return at(arg).toBool(); }
-  const std::string& text(Arg arg) const { return at(arg).toStringRef(); }
-
-  // One guard, with the general path as its false branch, also for unbacked sizes.
-  bool is_short() const {
-    const c10::SymInt T = tensor(kQ).sym_size(1);
-    c10::SymBool is_short = T.sym_le(dispatch::kShortTokens);
-    if (!at(kCuSeqlens).isNone()) {
-      const c10::SymInt N = tensor(kCuSeqlens).sym_numel() - 1;
-      is_short = is_short.sym_or(
-          T.sym_le(N * dispatch::kShortTokens).sym_and(T.sym_le(dispatch::kShortPackedTokens)));
-    }
-    return is_short.guard_or_false(__FILE__, __LINE__);
-  }
-
-  // The length guard comes before the question for a gradient: a graph then holds the threshold in
-  // training too, and export refuses a range that crosses it.
   FeatureSet length_and_gradient() const {
     FeatureSet needs{Feature::kKernel};
-    needs.add(is_short() ? Feature::kShort : Feature::kLong);
-    needs.add_if(needs_grad(stack_, first_), Feature::kGradient);
+    add_length_and_gradient(needs);
     return needs;
   }
 
   // What the fused inference kernel may lack. Reads head sizes, hence guards on them.
   void add_inference_needs(FeatureSet& needs) const {
-    const Tensor& q = tensor(kQ);
-    const Tensor& v = tensor(kV);
     const bool on_target =
-        q.device().is_cuda() &&
-        dispatch::compute_capability(q.device().index()) == dispatch::kFlashCapability;
+        q().device().is_cuda() &&
+        dispatch::compute_capability(q().device().index()) == dispatch::kFlashCapability;
     needs.add_if(!on_target, Feature::kOtherDevice);
-    needs.add_if(q.scalar_type() != at::kBFloat16, Feature::kOtherDtype);
-    const c10::SymBool head_sizes = q.sym_size(3)
+    needs.add_if(q().scalar_type() != at::kBFloat16, Feature::kOtherDtype);
+    const c10::SymBool head_sizes = q().sym_size(3)
                                         .sym_eq(dispatch::kFlashHeadSize)
-                                        .sym_and(v.sym_size(3).sym_eq(dispatch::kFlashHeadSize));
+                                        .sym_and(v().sym_size(3).sym_eq(dispatch::kFlashHeadSize));
     needs.add_if(!head_sizes.guard_or_false(__FILE__, __LINE__), Feature::kOtherHeads);
-    const c10::SymBool grouped = q.sym_size(2).sym_ne(v.sym_size(2));
+    const c10::SymBool grouped = q().sym_size(2).sym_ne(v().sym_size(2));
     needs.add_if(grouped.guard_or_true(__FILE__, __LINE__), Feature::kGroupedHeads);
     needs.add_if(!flag(kGate), Feature::kGivenGate);
     needs.add_if(!flag(kL2Norm), Feature::kGivenNorm);
@@ -134,19 +95,8 @@ class Arguments {
     needs.add_if(any_state && !flag(kStateVFirst), Feature::kStateKFirst);
   }
 
-  dispatch::Backend backend() const {
-    try {
-      return dispatch::parse_backend(text(kBackend));
-    } catch (const std::invalid_argument& error) {
-      TORCH_CHECK_VALUE(false, error.what());
-    }
-  }
-
  private:
-  const c10::IValue& at(Arg arg) const { return stack_[first_ + arg]; }
-
-  const Stack& stack_;
-  size_t first_;
+  bool flag(Arg arg) const { return at(arg).toBool(); }
 };
 
 Path choose(const Arguments& arguments) {
@@ -156,15 +106,9 @@ Path choose(const Arguments& arguments) {
   FeatureSet needs = arguments.length_and_gradient();
   // Head sizes are looked at only if the fused kernel is still in question.
   if (dispatch::takes(backend, Path::kFlash, needs)) arguments.add_inference_needs(needs);
-  for (Path path : {Path::kFlash, Path::kRecurrent, Path::kChunk}) {
-    if (dispatch::takes(backend, path, needs)) return path;
-  }
+  if (const auto path = dispatch::first(backend, needs)) return *path;
   arguments.add_inference_needs(needs);
-  TORCH_CHECK_VALUE(!backend.forced, dispatch::path_name(backend.path), " cannot serve this call: ",
-                    dispatch::missing(needs, dispatch::path_offer(backend.path)));
-  TORCH_CHECK_VALUE(false, "no path of backend \"", arguments.text(kBackend),
-                    "\" serves this call. ",
-                    c10::Join(". ", dispatch::decide(backend, needs).sentences));
+  arguments.refuse(backend, needs);
 }
 
 void kda(const c10::OperatorHandle& op, Stack* stack) {
@@ -184,10 +128,7 @@ void explain_kda(const c10::OperatorHandle& op, Stack* stack) {
   const Arguments arguments(op, *stack);
   FeatureSet needs = arguments.length_and_gradient();
   arguments.add_inference_needs(needs);
-  dispatch::Decision decision = dispatch::decide(arguments.backend(), needs);
-  torch::jit::drop(*stack, op.schema().arguments().size());
-  stack->emplace_back(std::move(decision.path));
-  stack->emplace_back(std::move(decision.sentences));
+  return_decision(op, stack, dispatch::decide(arguments.backend(), needs));
 }
 
 // The CPU and the CUDA kernel of an op whose kernel is not part of this version.
@@ -197,87 +138,6 @@ void flash_kda_not_built(const c10::OperatorHandle& op, Stack* stack) {
   TORCH_CHECK_NOT_IMPLEMENTED(false, "flaop::flash_kda_fwd cannot serve this call: ",
                               dispatch::missing(needs, dispatch::path_offer(Path::kFlash)));
 }
-
-// The autograd formula of a path: its _fwd op also returns residuals, which the _bwd op takes.
-template <typename Op>
-struct Formula : torch::autograd::Function<Op> {
-  // The differentiable inputs come one by one, in the order of the gradients.
-  static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k,
-                               const Tensor& v, const Tensor& g, const Tensor& beta,
-                               const std::optional<Tensor>& A_log,
-                               const std::optional<Tensor>& dt_bias,
-                               const std::optional<Tensor>& initial_state, const Stack* arguments) {
-    static const auto forward_op = find_op(Op::kForward);
-    at::AutoDispatchBelowADInplaceOrView below;
-    Stack stack(*arguments);
-    forward_op.callBoxed(stack);
-
-    const auto cu_seqlens = (*arguments)[kCuSeqlens].toOptional<Tensor>();
-    variable_list saved{q, k, v, g, beta};
-    for (const auto& x : {initial_state, cu_seqlens, A_log, dt_bias}) {
-      saved.push_back(x.value_or(Tensor()));
-    }
-    for (size_t i = 2; i < stack.size(); ++i) saved.push_back(stack[i].toTensor());
-    ctx->save_for_backward(std::move(saved));
-
-    std::vector<c10::IValue> options{(*arguments)[kScale]};
-    options.insert(options.end(), arguments->begin() + kL2Norm, arguments->end());
-    ctx->saved_data["options"] = c10::ivalue::Tuple::create(std::move(options));
-    ctx->set_materialize_grads(false);
-
-    variable_list outputs{stack[0].toTensor(), stack[1].toTensor()};
-    if (!(*arguments)[kOutputFinalState].toBool()) ctx->mark_non_differentiable({outputs[1]});
-    return outputs;
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
-    constexpr size_t kInputs = 8;
-    // One entry for each argument of forward.
-    variable_list result(kInputs + 1);
-    if (!gradients[0].defined() && !gradients[1].defined()) return result;
-
-    static const auto backward_op = find_op(Op::kBackward);
-    const variable_list saved = ctx->get_saved_variables();
-    const std::array<bool, kInputs> present{
-        true, true, true, true, true, saved[7].defined(), saved[8].defined(), saved[5].defined()};
-    c10::List<bool> mask;
-    size_t edge = 0;  // an absent input has no edge
-    for (bool is_present : present) {
-      mask.push_back(is_present && ctx->needs_input_grad(edge));
-      edge += is_present;
-    }
-
-    Stack stack;
-    const auto push = [&stack](const Tensor& x) {
-      stack.push_back(x.defined() ? c10::IValue(x) : c10::IValue());
-    };
-    push(gradients[0]);
-    push(gradients[1]);
-    for (const Tensor& x : saved) push(x);
-    const auto& options = ctx->saved_data["options"].toTupleRef().elements();
-    for (const c10::IValue& option : options) stack.push_back(option);
-    stack.emplace_back(mask);
-    backward_op.callBoxed(stack);
-    for (size_t i = 0; i < kInputs; ++i) {
-      if (mask[i]) result[i] = stack[i].toTensor();
-    }
-    return result;
-  }
-
-  // Inference must not pay for residuals: without a gradient the plain op runs.
-  static void autograd(const c10::OperatorHandle& op, Stack* stack) {
-    const size_t first = first_argument(op, *stack);
-    if (!needs_grad(*stack, first)) return call_below_autograd(op, stack);
-    const Stack arguments(stack->begin() + static_cast<std::ptrdiff_t>(first), stack->end());
-    const auto optional = [&](Arg arg) { return arguments[arg].toOptional<Tensor>(); };
-    variable_list outputs =
-        Op::apply(arguments[kQ].toTensor(), arguments[kK].toTensor(), arguments[kV].toTensor(),
-                  arguments[kG].toTensor(), arguments[kBeta].toTensor(), optional(kALog),
-                  optional(kDtBias), optional(kInitialState), &arguments);
-    torch::jit::drop(*stack, arguments.size());
-    for (Tensor& output : outputs) stack->emplace_back(std::move(output));
-  }
-};
 
 }  // namespace
 
@@ -293,17 +153,8 @@ struct FusedRecurrentKda : Formula<FusedRecurrentKda> {
 
 namespace {
 
-void refuse_chunk_fwd(const c10::OperatorHandle& op, Stack* stack) {
-  refuse_gradient(op, stack, "call flaop::chunk_kda, whose backward uses its residuals");
-}
-void refuse_recurrent_fwd(const c10::OperatorHandle& op, Stack* stack) {
-  refuse_gradient(op, stack, "call flaop::fused_recurrent_kda, whose backward uses its residuals");
-}
 void refuse_flash_fwd(const c10::OperatorHandle& op, Stack* stack) {
   refuse_gradient(op, stack, "it serves inference only; call flaop::chunk_kda for a gradient");
-}
-void refuse_double_backward(const c10::OperatorHandle& op, Stack* stack) {
-  refuse_gradient(op, stack, "KDA has no double backward (create_graph=True)");
 }
 
 }  // namespace
@@ -339,10 +190,10 @@ TORCH_LIBRARY_IMPL(flaop, CompositeImplicitAutograd, m) {
 
 TORCH_LIBRARY_IMPL(flaop, Autograd, m) {
   m.impl("chunk_kda", flaop::boxed<&flaop::ChunkKda::autograd>());
-  m.impl("chunk_kda_fwd", flaop::boxed<&flaop::refuse_chunk_fwd>());
+  m.impl("chunk_kda_fwd", flaop::boxed<&flaop::refuse_residuals>());
   m.impl("chunk_kda_bwd", flaop::boxed<&flaop::refuse_double_backward>());
   m.impl("fused_recurrent_kda", flaop::boxed<&flaop::FusedRecurrentKda::autograd>());
-  m.impl("fused_recurrent_kda_fwd", flaop::boxed<&flaop::refuse_recurrent_fwd>());
+  m.impl("fused_recurrent_kda_fwd", flaop::boxed<&flaop::refuse_residuals>());
   m.impl("fused_recurrent_kda_bwd", flaop::boxed<&flaop::refuse_double_backward>());
   m.impl("flash_kda_fwd", flaop::boxed<&flaop::refuse_flash_fwd>());
 }

@@ -1,4 +1,6 @@
-"""What KDA applies to its inputs before the recurrence (L2 norm, gate, beta), and its backward."""
+"""What the delta families apply to their inputs before the recurrence (L2 norm, gate, beta), and
+its backward.
+"""
 
 import math
 from typing import NamedTuple
@@ -9,7 +11,7 @@ from torch import Tensor
 
 L2NORM_EPS = 1e-6
 # exp of smaller log gates is zero anyway, and a gradient times -inf would be NaN.
-_LEAST_GATE = {torch.float32: -150 * math.log(2), torch.float64: -1100 * math.log(2)}
+LEAST_GATE = {torch.float32: -150 * math.log(2), torch.float64: -1100 * math.log(2)}
 
 
 class Activated(NamedTuple):
@@ -18,7 +20,7 @@ class Activated(NamedTuple):
     q: Tensor  # [B, T, H, K]
     k: Tensor  # [B, T, H, K]
     v: Tensor  # [B, T, HV, V]
-    g: Tensor  # [B, T, HV, K], natural log of the decay
+    g: Tensor  # [B, T, HV, K], or [B, T, HV, 1] for a gate per head: natural log of the decay
     beta: Tensor  # [B, T, HV]
 
 
@@ -29,7 +31,7 @@ def compute_dtype(call) -> torch.dtype:
 
 def activate(call) -> Activated:
     dtype = compute_dtype(call)
-    q, k, v, g, beta = (x.to(dtype) for x in (call.q, call.k, call.v, call.g, call.beta))
+    q, k, v, beta = (x.to(dtype) for x in (call.q, call.k, call.v, call.beta))
     if call.use_qk_l2norm_in_kernel:
         q, k = q * _inverse_norm(q), k * _inverse_norm(k)
     if call.use_gate_in_kernel:
@@ -38,11 +40,15 @@ def activate(call) -> Activated:
             g = -rate * F.softplus(x)
         else:
             g = call.lower_bound * torch.sigmoid(rate * x)
+    elif call.g is None:
+        g = v.new_zeros(*v.shape[:3], 1)
+    else:
+        g = _with_channels(call.g).to(dtype)
     if call.use_beta_sigmoid_in_kernel:
         beta = torch.sigmoid(beta)
         if call.allow_neg_eigval:
             beta = 2 * beta
-    return Activated(q, k, v, g.clamp_min(_LEAST_GATE[dtype]), beta)
+    return Activated(q, k, v, g.clamp_min(LEAST_GATE[dtype]), beta)
 
 
 def activate_backward(call, active: Activated, grads: Activated, mask: list[bool]) -> tuple:
@@ -57,7 +63,7 @@ def activate_backward(call, active: Activated, grads: Activated, mask: list[bool
     dk = _norm_backward(call, call.k, active.k, dk) if mask[1] else None
     dA_log = ddt_bias = None
     # a gate at its floor has no slope; what is left of dg there is rounding of its neighbours
-    dg = dg.masked_fill(active.g <= _LEAST_GATE[active.g.dtype], 0)
+    dg = dg.masked_fill(active.g <= LEAST_GATE[active.g.dtype], 0)
     if call.use_gate_in_kernel and (mask[3] or mask[5] or mask[6]):
         dg, dA_log, ddt_bias = _gate_backward(call, active.g, dg)
     if call.use_beta_sigmoid_in_kernel:
@@ -83,12 +89,16 @@ def _norm_backward(call, x: Tensor, normed: Tensor, grad: Tensor) -> Tensor:
     return (grad - normed * along) * _inverse_norm(x.to(grad.dtype))
 
 
+def _with_channels(g: Tensor) -> Tensor:
+    return g if g.ndim == 4 else g.unsqueeze(-1)
+
+
 def _gate_inputs(call, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The biased raw gate ``[B, T, HV, K]`` and the rate exp(A_log) ``[HV, 1]``."""
-    HV, K = call.g.shape[2:]
-    x = call.g.to(dtype)
+    """The biased raw gate ``[B, T, HV, K or 1]`` and the rate exp(A_log) ``[HV, 1]``."""
+    x = _with_channels(call.g).to(dtype)
+    HV, D = x.shape[2:]
     if call.dt_bias is not None:
-        x = x + call.dt_bias.to(dtype).view(HV, K)
+        x = x + call.dt_bias.to(dtype).view(HV, D)
     if call.A_log is None:
         return x, torch.ones(HV, 1, dtype=dtype)
     return x, call.A_log.to(dtype).exp().unsqueeze(-1)

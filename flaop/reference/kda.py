@@ -4,27 +4,15 @@ A `call` is the checked call of `flaop.validation.kda`. Gradients come in the or
 beta, A_log, dt_bias, initial_state; `None` stands for one that is not asked for.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from flaop.reference import kda_chunk, kda_recurrent
+from flaop.reference.kernel import as_kernel
 
 
-def _as_kernel(function: Callable) -> Callable:
-    """Nothing is recorded for autograd, and autocast has had its say above the kernel."""
-
-    @functools.wraps(function)
-    def kernel(*args, **options):
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            return function(*args, **options)
-
-    return kernel
-
-
-@_as_kernel
+@as_kernel
 def chunk_forward(
     call, residuals: bool = True
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -32,7 +20,7 @@ def chunk_forward(
     return kda_chunk.forward(call, residuals)
 
 
-@_as_kernel
+@as_kernel
 def chunk_backward(
     call,
     d_o: Tensor | None,
@@ -45,13 +33,13 @@ def chunk_backward(
     return kda_chunk.backward(call, d_o, d_final_state, A, A_qk, grad_mask)
 
 
-@_as_kernel
+@as_kernel
 def recurrent_forward(call) -> tuple[Tensor, Tensor, Tensor]:
     """o, final_state, and the residual u ``[B, T, HV, V]`` in the dtype of final_state."""
     return kda_recurrent.forward(call)
 
 
-@_as_kernel
+@as_kernel
 def recurrent_backward(
     call,
     d_o: Tensor | None,

@@ -1,4 +1,5 @@
-"""KDA chunk by chunk. In a chunk with tokens 1..C, entering state S and G_i = g_1 + ... + g_i:
+"""KDA and the gated delta rule chunk by chunk. In a chunk with tokens 1..C, entering state S and
+G_i = g_1 + ... + g_i:
 
     L_ij = beta_i k_i . (k_j e^(G_i - G_j))  for j < i        what i erases of what j wrote
     A = (I + L)^-1
@@ -9,7 +10,9 @@
     S <- e^(G_C) S + (k e^(G_C - G))^T V'                     the leaving state
 
 Everything but V' and S is computed for a slab of chunks at once; a scan over its chunks carries S.
-The delta rule with channel-wise decay of Kimi Linear, arXiv 2510.26692.
+A gate is one per channel (D = K) or one per head (D = 1).
+The delta rule with channel-wise decay of Kimi Linear, arXiv 2510.26692; gated delta networks, arXiv
+2412.06464.
 """
 
 from collections.abc import Sequence
@@ -21,9 +24,10 @@ from torch import Tensor
 from flaop.reference.activation import Activated, activate, activate_backward, compute_dtype
 from flaop.reference.packing import Packing, Slab
 from flaop.reference.pairs import (
+    along_gate,
     decay_through,
     flush,
-    levels,
+    kept_levels,
     pair_products,
     pair_products_backward,
     token_decay,
@@ -48,7 +52,7 @@ class _Chunks(NamedTuple):
     q: Tensor  # [M, C, K], scaled
     k: Tensor  # [M, C, K]
     v: Tensor  # [M, C, V]
-    decay: Tensor  # [M, C, K], e^g
+    decay: Tensor  # [M, C, D], e^g
     beta: Tensor  # [M, C, 1]
     erase: Tensor  # [M, C, K], beta k, what the token erases with
     write: Tensor  # [M, C, V], beta v
@@ -103,7 +107,7 @@ def backward(
         _scan(slab, flush(A_slab @ rows[:, :, 1]), A_slab @ x.write, kg, total_decay(x.decay), S)
 
     dS = final_state_gradient(call, packing, d_final_state)
-    sizes = Activated(call.K, call.K, call.V, call.K, 1)
+    sizes = Activated(call.K, call.K, call.V, active.g.shape[-1], 1)
     grads = Activated(*(packing.zeros(size, dtype) for size in sizes))
     for slab in reversed(slabs):
         S[slab.states] = entering.pop()
@@ -132,10 +136,7 @@ def _slab_backward(
         dS: the gradient of the states that leave it; becomes that of those that enter it.
     """
     rows, kg, last = _rows(x), x.k.clone(), total_decay(x.decay)
-    kept = [
-        level._replace(rows=level.rows.clone(), columns=level.columns.clone())
-        for level in levels(rows, kg, x.decay)
-    ]
+    kept = kept_levels(rows, kg, x.decay)
     qg, erase = rows.unbind(2)
     w = flush(A @ erase)
     h, v_new = _scan(slab, w, A @ x.write, kg, last, S)
@@ -149,11 +150,12 @@ def _slab_backward(
 
     dA_qk = do @ v_new.mT
     d_rows, dk = torch.stack((do @ h.mT, d_erase), dim=2), v_new @ dh.mT
-    d_last = last * (h * dh).sum(-1).unsqueeze(1)
+    D = last.shape[-1]
+    d_last = last * along_gate((h * dh).sum(-1).unsqueeze(1), D)
     dg = pair_products_backward(torch.stack((dA_qk, dL)), d_rows, dk, d_last, kept)
 
     # The rows start as q and beta k, each decayed by its own token.
-    dg += x.decay * (d_rows * torch.stack((x.q, x.erase), dim=2)).sum(2)
+    dg += x.decay * along_gate((d_rows * torch.stack((x.q, x.erase), dim=2)).sum(2), D)
     dq, d_erase = (d_rows * x.decay.unsqueeze(2)).unbind(2)
     diagonal = dA_qk.diagonal(dim1=1, dim2=2).unsqueeze(-1)
     dq = dq + diagonal * x.k

@@ -1,4 +1,4 @@
-"""KDA token by token.
+"""KDA and the gated delta rule token by token; a gate is one per channel (D = K) or head (D = 1).
 
     S' = Diag(e^g) S                     decay first
     u = beta (v - S'^T k)                delta correction
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flaop.reference.activation import Activated, activate, activate_backward
 from flaop.reference.packing import Packing, Slab
+from flaop.reference.pairs import along_gate
 from flaop.reference.states import (
     final_state,
     final_state_gradient,
@@ -72,7 +73,7 @@ def backward(
     # is <S', D'> row by row: <S, D> of the initial state for the first token, and from token to
     # token it changes by what is written and read.
     S = initial_state(call, packing).double()
-    d_log = (S * D).sum(-1).unsqueeze(-2)
+    d_log = along_gate((S * D).sum(-1).unsqueeze(-2), g.shape[-1])
     dq, dk, dg, dbeta = (torch.empty_like(x) for x in (q, k, g, beta))
     for token, states in slab.steps:
         state = S[states].mul_(decay[token])
@@ -83,7 +84,8 @@ def backward(
         state.baddbmm_(k[token].mT, u[token])
         dq[token] = torch.bmm(do[token], state.mT)
         dk[token] = dk_write[token] + dk_erase
-        d_log[states] += k[token] * (dk_write[token] - dk_erase) - q[token] * dq[token]
+        change = k[token] * (dk_write[token] - dk_erase) - q[token] * dq[token]
+        d_log[states] += along_gate(change, g.shape[-1])
 
     grads = []
     for grad in (dq * call.scale, dk, beta * du, dg, dbeta):

@@ -22,6 +22,14 @@ class Slab(NamedTuple):
         return slice(min(p.start for p in parts), max(p.stop for p in parts))
 
 
+class Pieces(NamedTuple):
+    """What the rows of a packing are pieces of."""
+
+    lengths: Tensor  # [N] of the sequences
+    position: Tensor  # [rows], of the row in its sequence
+    sequence: Tensor  # [rows]
+
+
 class Packing:
     """Rows of ``width`` tokens, one for each piece of a sequence, zero past the sequence's end.
 
@@ -52,6 +60,7 @@ class Packing:
         position = position.repeat_interleave(alive)
         self.rows = len(position)
         sequence = self.order[torch.arange(self.rows) - (alive.cumsum(0) - alive)[position]]
+        self.pieces = Pieces(lengths, position, sequence)
         self._start = bounds[sequence] + position * self.width
         self._stop = bounds[sequence + 1]
 

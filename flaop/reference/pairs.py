@@ -1,4 +1,5 @@
 """Products of all pairs of tokens of a chunk under a decay per key channel, exact for any gate.
+A decay per head has one channel, D = 1, for all of K.
 
     P_ij = sum_d x_id y_jd a_(j+1)d ... a_id      j < i,  a = e^g the decay of a token
 
@@ -14,7 +15,7 @@ The rows x come in n kinds (queries, keys) that share y.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -28,8 +29,8 @@ _LEAST = {torch.float32: 2.0**-60, torch.float64: 2.0**-500}
 class Level(NamedTuple):
     rows: Tensor  # [M * blocks, size * n, K], x of the later halves, decayed from the middle
     columns: Tensor  # [M * blocks, size, K], y of the earlier halves, decayed to the middle
-    earlier: Tensor  # [M * blocks, 1, K], decay over the earlier half
-    later: Tensor  # [M * blocks, 1, K], decay over the later half
+    earlier: Tensor  # [M * blocks, 1, D], decay over the earlier half
+    later: Tensor  # [M * blocks, 1, D], decay over the later half
 
 
 def token_decay(g: Tensor) -> Tensor:
@@ -40,7 +41,7 @@ def token_decay(g: Tensor) -> Tensor:
 
 
 def total_decay(decay: Tensor) -> Tensor:
-    """``[M, width, K]`` of each token to ``[M, 1, K]`` over the whole chunk."""
+    """``[M, width, D]`` of each token to ``[M, 1, D]`` over the whole chunk."""
     while decay.shape[1] > 1:
         decay = flush(decay[:, ::2] * decay[:, 1::2])
     return decay
@@ -58,18 +59,19 @@ def levels(rows: Tensor, columns: Tensor, decay: Tensor) -> Iterator[Level]:
         rows: ``[M, width, n, K]``, starts as x decayed by its own token and ends as x decayed from
             the start of the chunk.
         columns: ``[M, width, K]``, starts as y and ends as y decayed to the end of the chunk.
-        decay: ``[M, width, K]`` of each token.
+        decay: ``[M, width, D]`` of each token, D = K or 1.
     """
+    K = columns.shape[-1]
     while decay.shape[1] > 1:
-        M, halves, K = decay.shape
+        M, halves, D = decay.shape
         blocks = M * halves // 2
-        earlier, later = decay.view(blocks, 2, 1, K).unbind(1)
+        earlier, later = decay.view(blocks, 2, 1, D).unbind(1)
         later_rows = rows.view(blocks, 2, -1, K)[:, 1]
         earlier_columns = columns.view(blocks, 2, -1, K)[:, 0]
         yield Level(later_rows, earlier_columns, earlier, later)
         flush(later_rows.mul_(earlier))
         flush(earlier_columns.mul_(later))
-        decay = flush(earlier * later).view(M, -1, K)
+        decay = flush(earlier * later).view(M, -1, D)
 
 
 def decay_through(rows: Tensor, columns: Tensor, decay: Tensor) -> None:
@@ -78,11 +80,24 @@ def decay_through(rows: Tensor, columns: Tensor, decay: Tensor) -> None:
         pass
 
 
+def kept_levels(rows: Tensor, columns: Tensor, decay: Tensor) -> list[Level]:
+    """Copies of the :func:`levels`, for a backward."""
+    return [
+        level._replace(rows=level.rows.clone(), columns=level.columns.clone())
+        for level in levels(rows, columns, decay)
+    ]
+
+
 def pair_products(rows: Tensor, columns: Tensor, decay: Tensor) -> Tensor:
     """``P [n, M, width, width]``, strictly lower triangular; arguments as in :func:`levels`."""
+    return level_products(levels(rows, columns, decay), rows)
+
+
+def level_products(of_levels: Iterable[Level], rows: Tensor) -> Tensor:
+    """:func:`pair_products` of levels at hand; ``rows [M, width, n, K]`` gives the shape."""
     M, width, n, _ = rows.shape
     products = rows.new_zeros(n, M, width, width)
-    for level in levels(rows, columns, decay):
+    for level in of_levels:
         size = level.columns.shape[1]
         block = torch.bmm(level.rows, level.columns.mT).view(M, -1, size, n, size)
         _lower_blocks(products, size).copy_(block.permute(3, 0, 1, 2, 4))
@@ -106,26 +121,34 @@ def pair_products_backward(
         d_products: gradient of ``P``; only the strictly lower triangle is read.
         d_rows, d_columns: gradients of what :func:`levels` ends with; become those of what it
             starts with.
-        d_decay: gradient ``[M, 1, K]`` of the log of the decay over the whole chunk.
+        d_decay: gradient ``[M, 1, D]`` of the log of the decay over the whole chunk.
         kept: copies of the levels.
 
     Returns:
-        The gradient ``[M, width, K]`` of the log of each token's decay.
+        The gradient ``[M, width, D]`` of the log of each token's decay.
     """
     M, _, n, K = d_rows.shape
+    D = d_decay.shape[-1]
     for level in reversed(kept):
         blocks, size, _ = level.columns.shape
         later_rows = d_rows.view(blocks, 2, -1, K)[:, 1]
         earlier_columns = d_columns.view(blocks, 2, -1, K)[:, 0]
-        d_earlier = d_decay.view(blocks, 1, K) + level.earlier * _dot(later_rows, level.rows)
-        d_later = d_decay.view(blocks, 1, K) + level.later * _dot(earlier_columns, level.columns)
-        d_decay = torch.stack((d_earlier, d_later), dim=1).view(M, -1, K)
+        by_rows = along_gate(_dot(later_rows, level.rows), D)
+        by_columns = along_gate(_dot(earlier_columns, level.columns), D)
+        d_earlier = d_decay.view(blocks, 1, D) + level.earlier * by_rows
+        d_later = d_decay.view(blocks, 1, D) + level.later * by_columns
+        d_decay = torch.stack((d_earlier, d_later), dim=1).view(M, -1, D)
 
         block = _lower_blocks(d_products, size).permute(1, 2, 3, 0, 4)
         block = block.reshape(blocks, size * n, size)
         later_rows.mul_(level.earlier).baddbmm_(block, level.columns)
         earlier_columns.mul_(level.later).baddbmm_(block.mT, level.rows)
     return d_decay
+
+
+def along_gate(grad: Tensor, D: int) -> Tensor:
+    """The gradient of a gate from that of each of its channels: summed for a gate per head."""
+    return grad if D == grad.shape[-1] else grad.sum(-1, keepdim=True)
 
 
 def unit_lower_inverse(L: Tensor) -> Tensor:

@@ -2,16 +2,39 @@
 
 from flaop.testing.budget import chunk_budget_reference
 from flaop.testing.cases import pairwise
+from flaop.testing.decay_budget import decay_budget_reference
+from flaop.testing.decay_inputs import gla_inputs, simple_gla_inputs
+from flaop.testing.decay_oracle import (
+    gla_oracle,
+    linear_attn_oracle,
+    mamba2_oracle,
+    simple_gla_oracle,
+)
 from flaop.testing.inputs import kda_inputs
 from flaop.testing.oracle import kda_oracle
+from flaop.testing.stage_oracles import (
+    chunk_fwd_h_oracle,
+    chunk_fwd_o_oracle,
+    chunk_local_cumsum_oracle,
+)
 from flaop.testing.tolerances import assert_within_budget, relative_error, worst_error
 
 __all__ = [
     "assert_within_budget",
     "chunk_budget_reference",
+    "chunk_fwd_h_oracle",
+    "chunk_fwd_o_oracle",
+    "chunk_local_cumsum_oracle",
+    "decay_budget_reference",
+    "gla_inputs",
+    "gla_oracle",
     "kda_inputs",
     "kda_oracle",
+    "linear_attn_oracle",
+    "mamba2_oracle",
     "pairwise",
     "relative_error",
+    "simple_gla_inputs",
+    "simple_gla_oracle",
     "worst_error",
 ]

@@ -10,6 +10,9 @@ inputs, also for the gradient of the decay between chunks.
 float32 and float64 inputs are rounded nowhere.
 """
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -19,9 +22,9 @@ CHUNK = 64
 BLOCK = 16
 RCP_LN2 = 1.4426950408889634
 # A token's pair with itself has decayed operands too, whose decays cancel: any factor will do.
-_FACTOR = 1.37
+FACTOR = 1.37
 # exp2 of it is zero; a gate of -inf would give inf - inf in differences of sums.
-_LEAST_GATE = {torch.float32: -150.0, torch.float64: -1100.0}
+LEAST_GATE = {torch.float32: -150.0, torch.float64: -1100.0}
 
 
 def chunk_budget_reference(
@@ -65,29 +68,50 @@ def chunk_budget_reference(
         *(allow_neg_eigval, lower_bound, compute),
     )
     q, k = (x.repeat_interleave(HV // H, dim=2) for x in (q, k))
-    g = (g * RCP_LN2).clamp_min(_LEAST_GATE[compute])
+    g = (g * RCP_LN2).clamp_min(LEAST_GATE[compute])
     tokens = [x.transpose(1, 2) for x in (q, k, v.cpu().to(compute), g, beta.unsqueeze(-1))]
 
-    N = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-    if initial_state is None:
-        state = q.new_zeros(N, HV, K, v.shape[3])
-    else:
-        state = initial_state.cpu().to(compute)
-        state = state.mT if state_v_first else state
-
-    if cu_seqlens is None:
-        o, state = _sequence(tokens, state, scale, dtype)
-    else:
-        # Tokens before the first and after the last sequence are zeros.
-        bounds = cu_seqlens.cpu().long().clamp(0, q.shape[1]).cummax(0).values
-        sizes = torch.cat((bounds[:1], bounds.diff(), q.shape[1] - bounds[-1:])).tolist()
-        parts = list(zip(*(x.split(sizes, dim=2) for x in tokens), strict=True))
-        results = [
-            _sequence(part, state[n : n + 1], scale, dtype) for n, part in enumerate(parts[1:-1])
-        ]
-        outputs = [parts[0][2] * 0, *(o for o, _ in results), parts[-1][2] * 0]
-        o, state = torch.cat(outputs, dim=2), torch.cat([s for _, s in results])
+    state = entering_state(tokens, initial_state, cu_seqlens, state_v_first)
+    run = functools.partial(_sequence, scale=scale, dtype=dtype)
+    o, state = over_sequences(run, tokens, state, cu_seqlens)
     return o.transpose(1, 2).to(v.dtype), state.mT if state_v_first else state
+
+
+def entering_state(
+    tokens: list[Tensor],
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    state_v_first: bool,
+) -> Tensor:
+    """``[N, HV, K, V]`` in the dtype of the tokens, of which k is the second and v the third."""
+    k, v = tokens[1:3]
+    if initial_state is None:
+        N = v.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+        return v.new_zeros(N, v.shape[1], k.shape[3], v.shape[3])
+    state = initial_state.cpu().to(v.dtype)
+    return state.mT if state_v_first else state
+
+
+def over_sequences(
+    run: Callable[[list[Tensor], Tensor], tuple[Tensor, Tensor]],
+    tokens: list[Tensor],
+    state: Tensor,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """``run(tokens, state) -> (o, state)`` of the batch, or of each packed sequence.
+
+    Tokens and o are ``[B, HV, T, D]``; v is the third of the tokens.
+    """
+    if cu_seqlens is None:
+        return run(tokens, state)
+    # Tokens before the first and after the last sequence are zeros.
+    T = tokens[2].shape[2]
+    bounds = cu_seqlens.cpu().long().clamp(0, T).cummax(0).values
+    sizes = torch.cat((bounds[:1], bounds.diff(), T - bounds[-1:])).tolist()
+    parts = list(zip(*(x.split(sizes, dim=2) for x in tokens), strict=True))
+    results = [run(part, state[n : n + 1]) for n, part in enumerate(parts[1:-1])]
+    outputs = [parts[0][2] * 0, *(o for o, _ in results), parts[-1][2] * 0]
+    return torch.cat(outputs, dim=2), torch.cat([s for _, s in results])
 
 
 def _sequence(
@@ -102,26 +126,26 @@ def _sequence(
     G = g.cumsum(3)
     last = G[:, :, :, -1:]
 
-    A_qk = _pairs(q * scale, k, G, dtype)
-    own = _store(q * _FACTOR, dtype) * _store(k / _FACTOR, dtype)
+    A_qk = pairs(q * scale, k, G, dtype)
+    own = store(q * FACTOR, dtype) * store(k / FACTOR, dtype)
     A_qk = A_qk + torch.diag_embed(own.sum(-1) * scale)
-    L = _pairs(beta * k, k, G, dtype)
+    L = pairs(beta * k, k, G, dtype)
     eye = torch.eye(CHUNK, dtype=L.dtype)
     A = torch.linalg.solve_triangular(eye + L, eye.expand_as(L), upper=False)
-    w = _product(A, beta * k * G.exp2(), dtype)
-    u = _store(_product(A, beta * v, dtype), dtype)
+    w = product(A, beta * k * G.exp2(), dtype)
+    u = store(product(A, beta * v, dtype), dtype)
     qg, kg, decay = q * scale * G.exp2(), k * (last - G).exp2(), last.exp2().mT
 
     outputs = []
     for i in range(q.shape[2]):
-        v_new = u[:, :, i] - _product(w[:, :, i], state, dtype)
-        o = _product(qg[:, :, i], state, dtype) + _product(A_qk[:, :, i], v_new, dtype)
-        state = _decayed(decay[:, :, i], state, dtype) + _product(kg[:, :, i].mT, v_new, dtype)
+        v_new = u[:, :, i] - product(w[:, :, i], state, dtype)
+        o = product(qg[:, :, i], state, dtype) + product(A_qk[:, :, i], v_new, dtype)
+        state = decayed(decay[:, :, i], state, dtype) + product(kg[:, :, i].mT, v_new, dtype)
         outputs.append(o)
     return torch.cat(outputs, dim=2)[:, :, :T], state
 
 
-def _pairs(x: Tensor, y: Tensor, G: Tensor, dtype: torch.dtype) -> Tensor:
+def pairs(x: Tensor, y: Tensor, G: Tensor, dtype: torch.dtype) -> Tensor:
     """Strictly lower triangular ``[..., 64, 64]`` of x_i . (y_j exp2(G_i - G_j)).
 
     Blocks of 16 on the diagonal by exact differences, blocks below it through their first row; the
@@ -134,10 +158,10 @@ def _pairs(x: Tensor, y: Tensor, G: Tensor, dtype: torch.dtype) -> Tensor:
         x_block, y_block, G_block = x[..., block, :], y[..., block, :], G[..., block, :]
         difference = G_block.unsqueeze(-2) - G_block.unsqueeze(-3)
         decay = difference.where(later, -torch.inf).exp2()
-        scaled = _store(x_block.unsqueeze(-2) * decay, dtype)
-        diagonal = (scaled * _store(y_block.unsqueeze(-3), dtype)).sum(-1)
+        scaled = store(x_block.unsqueeze(-2) * decay, dtype)
+        diagonal = (scaled * store(y_block.unsqueeze(-3), dtype)).sum(-1)
         first = G_block[..., :1, :]
-        before = _product(
+        before = product(
             x_block * (G_block - first).exp2(),
             (y[..., :start, :] * (first - G[..., :start, :]).exp2()).mT,
             dtype,
@@ -155,7 +179,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-        x, y = _rounded(x, dtype, small=True), _rounded(y, dtype)
+        x, y = rounded(x, dtype, small=True), rounded(y, dtype)
         ctx.save_for_backward(x, y)
         ctx.dtype = dtype
         return x @ y
@@ -163,11 +187,11 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, y = ctx.saved_tensors
-        grad = _rounded(grad, ctx.dtype)
+        grad = rounded(grad, ctx.dtype)
         return grad @ y.mT, x.mT @ grad, None
 
 
-_product = _Product.apply
+product = _Product.apply
 
 
 class _Decayed(torch.autograd.Function):
@@ -182,19 +206,19 @@ class _Decayed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         decay, state = ctx.saved_tensors
-        stored = _rounded(state, ctx.dtype) * _rounded(grad, ctx.dtype)
+        stored = rounded(state, ctx.dtype) * rounded(grad, ctx.dtype)
         return stored.sum(-1, keepdim=True), decay * grad, None
 
 
-_decayed = _Decayed.apply
+decayed = _Decayed.apply
 
 
-def _store(x: Tensor, dtype: torch.dtype) -> Tensor:
+def store(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Rounded in the forward, untouched in the backward."""
-    return x + (_rounded(x, dtype) - x).detach()
+    return x + (rounded(x, dtype) - x).detach()
 
 
-def _rounded(x: Tensor, dtype: torch.dtype, small: bool = False) -> Tensor:
+def rounded(x: Tensor, dtype: torch.dtype, small: bool = False) -> Tensor:
     if dtype == torch.bfloat16:
         return x.to(dtype).to(x.dtype)
     if dtype == torch.float16:

@@ -4,6 +4,7 @@ Made on the CPU: one seed gives the same values on every device.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -52,21 +53,10 @@ def kda_inputs(
         lengths: packed sequences of these lengths, zeros allowed; ``B`` becomes 1, ``T`` their sum.
         requires_grad: of every floating-point tensor.
     """
-    if lengths is not None:
-        B, T = 1, sum(lengths)
-    if HV is None:
-        HV = H
-    N = B if lengths is None else len(lengths)
+    B, T, HV, N = sizes(B, T, H, HV, lengths)
     beta_sigmoid = beta_sigmoid or neg_eigval
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=wide)
-
-    def uniform(*shape: int) -> Tensor:
-        return torch.rand(*shape, generator=generator, dtype=wide)
-
+    normal, uniform = generators(dtype, seed)
+    wide = wide_dtype(dtype)
     q, k, v = normal(B, T, H, K), normal(B, T, H, K), normal(B, T, HV, V)
     if not l2norm:
         q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
@@ -74,20 +64,14 @@ def kda_inputs(
     if not beta_sigmoid:
         beta = beta.sigmoid()
 
-    if gates == "mixed":
-        mean = torch.where(uniform(HV, K) < 0.5, FAST, SLOW).to(wide)
-    elif gates in ("fast", "slow"):
-        mean = torch.full((HV, K), FAST if gates == "fast" else SLOW, dtype=wide)
-    else:
-        raise ValueError(f"gates must be 'fast', 'slow' or 'mixed', got {gates!r}")
-
+    mean = mean_gates(gates, (HV, K), wide, uniform)
     A_log = dt_bias = None
     if gate_in_kernel is None:
         g = 2 * mean * uniform(B, T, HV, K)
     else:
         g = normal(B, T, HV, K).to(dtype)
         A_log = 0.2 * normal(HV)
-        dt_bias = _bias_for(mean, gate_in_kernel)
+        dt_bias = bias_for(mean, gate_in_kernel)
 
     state_shape = (N, HV, V, K) if state_v_first else (N, HV, K, V)
     tensors = {
@@ -100,17 +84,11 @@ def kda_inputs(
         "A_log": A_log,
         "dt_bias": dt_bias,
     }
-    for name, x in tensors.items():
-        if x is not None:
-            tensors[name] = x.to(device).requires_grad_(requires_grad)
-    cu_seqlens = None
-    if lengths is not None:
-        cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(device)
     return {
-        **tensors,
+        **on_device(tensors, device, requires_grad),
         "scale": None,
         "output_final_state": output_final_state,
-        "cu_seqlens": cu_seqlens,
+        "cu_seqlens": boundaries(lengths, device),
         "use_qk_l2norm_in_kernel": l2norm,
         "use_gate_in_kernel": gate_in_kernel is not None,
         "use_beta_sigmoid_in_kernel": beta_sigmoid,
@@ -121,7 +99,73 @@ def kda_inputs(
     }
 
 
-def _bias_for(mean: Tensor, gate: str) -> Tensor:
+def sizes(
+    B: int, T: int, H: int, HV: int | None, lengths: list[int] | None
+) -> tuple[int, int, int, int]:
+    """B, T, HV and the number of sequences N."""
+    if lengths is not None:
+        B, T = 1, sum(lengths)
+    return B, T, H if HV is None else HV, B if lengths is None else len(lengths)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of gates and states beside q, k, v in ``dtype``."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def generators(
+    dtype: torch.dtype, seed: int
+) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """normal(*shape) and uniform(*shape) of one seed."""
+    wide = wide_dtype(dtype)
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=wide)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator, dtype=wide)
+
+    return normal, uniform
+
+
+def mean_gates(
+    gates: str, shape: tuple[int, ...], dtype: torch.dtype, uniform: Callable[..., Tensor]
+) -> Tensor:
+    """Mean log decay per token of each head and channel."""
+    if gates == "mixed":
+        return torch.where(uniform(*shape) < 0.5, FAST, SLOW).to(dtype)
+    if gates in ("fast", "slow"):
+        return torch.full(shape, FAST if gates == "fast" else SLOW, dtype=dtype)
+    raise ValueError(f"gates must be 'fast', 'slow' or 'mixed', got {gates!r}")
+
+
+def mean_head_gates(
+    gates: str, HV: int, dtype: torch.dtype, uniform: Callable[..., Tensor]
+) -> Tensor:
+    """Mean log decay per token of each head; "mixed": every other head fast."""
+    if gates == "mixed":
+        return torch.where(torch.arange(HV) % 2 == 1, FAST, SLOW).to(dtype)
+    return mean_gates(gates, (HV,), dtype, uniform)
+
+
+def on_device(
+    tensors: dict[str, Tensor | None], device: str | torch.device, requires_grad: bool
+) -> dict[str, Tensor | None]:
+    return {
+        name: None if x is None else x.to(device).requires_grad_(requires_grad)
+        for name, x in tensors.items()
+    }
+
+
+def boundaries(lengths: list[int] | None, device: str | torch.device) -> Tensor | None:
+    """cu_seqlens of sequences of these lengths."""
+    if lengths is None:
+        return None
+    return torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).to(device)
+
+
+def bias_for(mean: Tensor, gate: str) -> Tensor:
     """The ``dt_bias [HV, K]`` that brings the gate of a standard normal raw gate near ``mean``."""
     if gate == "softplus":
         # In its tail softplus is exp, whose mean over a standard normal is larger by sqrt(e).

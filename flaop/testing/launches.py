@@ -1,4 +1,6 @@
-"""What the KDA ops launch on an architecture: recorded on meta tensors, compiled elsewhere."""
+"""What the chunk and recurrent ops launch on an architecture: recorded on meta tensors, compiled
+elsewhere.
+"""
 
 import concurrent.futures
 import contextlib
@@ -11,7 +13,7 @@ import torch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # constants that tell apart launches of one kernel
-_VARIANTS = ("BOUNDED", "OUTPUT", "STORE_H", "STORE_U")
+_VARIANTS = ("BOUNDED", "OUTPUT", "STORE_H", "STORE_U", "DECAYED", "CUMULATIVE")
 
 
 class Case(NamedTuple):
@@ -20,11 +22,36 @@ class Case(NamedTuple):
     arch: int
     dtype: str
     size: int  # K = V
-    gate: str  # "softplus" or "bounded"
+    gate: str  # of KDA "softplus" or "bounded", of the decay families "scalar" or "channel"
+
+
+def launches(case: Case) -> dict[str, tuple]:
+    """Each launch of a family's paths, forward and backward, packed, every option on, by label."""
+    from flaop.testing.decay_launches import decay_records
+
+    if case.gate in ("softplus", "bounded"):
+        return kda_launches(case)
+    return _labelled(decay_records(case))
+
+
+def _labelled(records: list[tuple]) -> dict[str, tuple]:
+    distinct = {}
+    for function, args, constants, options in records:
+        types = [x.dtype if isinstance(x, torch.Tensor) else type(x) for x in args]
+        key = function.fn.__name__, str(types), str(constants), str(options)
+        distinct.setdefault(key, (function, args, constants, options))
+    labelled = {}
+    for record in distinct.values():
+        flags = ",".join(name for name in _VARIANTS if record[2].get(name))
+        label = record[0].fn.__name__ + (f"[{flags}]" if flags else "")
+        while label in labelled:  # another dtype of an argument
+            label += "'"
+        labelled[label] = record
+    return labelled
 
 
 def kda_launches(case: Case) -> dict[str, tuple]:
-    """Each launch of both paths, forward and backward, packed, every option on, by label."""
+    """The same of KDA."""
     from flaop.launch.delta import chunk, recurrent
     from flaop.launch.kernel import recording
     from flaop.validation.kda import check
@@ -52,19 +79,7 @@ def kda_launches(case: Case) -> dict[str, tuple]:
         recurrent.forward(call)
         u = recurrent.forward_residuals(call)[2]
         recurrent.backward(call, d_o, d_final_state, u, mask)
-    distinct = {}
-    for function, args, constants, options in records:
-        types = [x.dtype if isinstance(x, torch.Tensor) else type(x) for x in args]
-        key = function.fn.__name__, str(types), str(constants), str(options)
-        distinct.setdefault(key, (function, args, constants, options))
-    labelled = {}
-    for record in distinct.values():
-        flags = ",".join(name for name in _VARIANTS if record[2].get(name))
-        label = record[0].fn.__name__ + (f"[{flags}]" if flags else "")
-        while label in labelled:  # another dtype of an argument
-            label += "'"
-        labelled[label] = record
-    return labelled
+    return _labelled(records)
 
 
 def build_launch(case: Case, label: str):
@@ -72,7 +87,7 @@ def build_launch(case: Case, label: str):
     from flaop.testing.aot import build
 
     try:
-        return build(kda_launches(case)[label], case.arch)._replace(cubin=b"")
+        return build(launches(case)[label], case.arch)._replace(cubin=b"")
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 

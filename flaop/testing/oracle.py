@@ -8,6 +8,8 @@
 Plain autograd differentiates it. Heads and sequences are vectorised, tokens are not.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -49,7 +51,7 @@ def kda_oracle(
         o ``[B, T, HV, V]`` and the final state ``[N, HV, K, V]`` (``[N, HV, V, K]`` with
         ``state_v_first``), always both, float64 on the CPU.
     """
-    B, T, H, K = q.shape
+    H, K = q.shape[2:]
     HV = v.shape[2]
     scale = K**-0.5 if scale is None else scale
     q, k, g, beta = activated_inputs(
@@ -60,37 +62,60 @@ def kda_oracle(
     q, k = (x.repeat_interleave(HV // H, dim=2) for x in (q, k))
     v = v.cpu().double()
 
+    def step(S, q_t, k_t, v_t, decay, beta_t):
+        S = S * decay.unsqueeze(-1)
+        u = beta_t * (v_t - torch.einsum("nhkv,nhk->nhv", S, k_t))
+        S = S + k_t.unsqueeze(-1) * u.unsqueeze(-2)
+        return S, torch.einsum("nhkv,nhk->nhv", S, q_t)
+
+    tokens = [q * scale, k, v, g.exp(), beta.unsqueeze(-1)]
+    return token_loop(step, tokens, initial_state, cu_seqlens, state_v_first)
+
+
+def token_loop(
+    step: Callable[..., tuple[Tensor, Tensor]],
+    tokens: list[Tensor],
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    state_v_first: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Runs ``step(S, *tokens_t) -> (S, o_t)`` along all sequences.
+
+    Args:
+        tokens: ``[B, T, HV, D]`` each; of the first three k is the second and v the third.
+
+    Returns:
+        o like v, and the final state.
+    """
+    k, v = tokens[1:3]
+    B, T, HV, V = v.shape
     if cu_seqlens is None:
         bounds = torch.arange(B + 1) * T
     else:
         bounds = cu_seqlens.cpu().long().clamp(0, T).cummax(0).values
-    order, alive, tokens = _schedule(bounds)
+    order, alive, index = _schedule(bounds)
 
     if initial_state is None:
-        S = v.new_zeros(len(order), HV, K, v.shape[3])
+        S = v.new_zeros(len(order), HV, k.shape[3], V)
     else:
-        S = initial_state.cpu().double()
+        S = initial_state.cpu().to(v.dtype)
         S = (S.mT if state_v_first else S)[order]
 
-    steps = [
-        x.flatten(0, 1)[tokens].split(alive) for x in (q * scale, k, v, g.exp(), beta.unsqueeze(-1))
-    ]
+    steps = [x.flatten(0, 1)[index].split(alive) for x in tokens]
     outputs, finished = [], []
-    for q_t, k_t, v_t, decay, beta_t in zip(*steps, strict=True):
-        n = len(q_t)
+    for tokens_t in zip(*steps, strict=True):
+        n = len(tokens_t[0])
         if n < len(S):
             finished.append(S[n:])
             S = S[:n]
-        S = S * decay.unsqueeze(-1)
-        u = beta_t * (v_t - torch.einsum("nhkv,nhk->nhv", S, k_t))
-        S = S + k_t.unsqueeze(-1) * u.unsqueeze(-2)
-        outputs.append(torch.einsum("nhkv,nhk->nhv", S, q_t))
+        S, o_t = step(S, *tokens_t)
+        outputs.append(o_t)
 
     S = torch.cat([S, *reversed(finished)])
     final_state = torch.zeros_like(S).index_copy(0, order, S)
-    o = v.new_zeros(B * T, HV, v.shape[3])
+    o = v.new_zeros(B * T, HV, V)
     if outputs:
-        o = o.index_copy(0, tokens, torch.cat(outputs))
+        o = o.index_copy(0, index, torch.cat(outputs))
     return o.view_as(v), final_state.mT if state_v_first else final_state
 
 

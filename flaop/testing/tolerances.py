@@ -60,6 +60,7 @@ def assert_within_budget(
     kind: str = "output",
     unit: float = 1.0,
     dims: tuple[int, ...] | None = None,
+    least: float = 0.0,
 ) -> None:
     """Fails when ``got`` is further from ``oracle`` than the roundings of the formula explain.
 
@@ -77,6 +78,7 @@ def assert_within_budget(
         dims: keep slices apart along these, and hold the worst of them (see :func:`worst_error`)
             to three times the budget reference's worst plus 4 ulp as well: the largest of many
             errors varies more between two sets of roundings than their root mean square.
+        least: a relative error that is always allowed.
     """
     if got.shape != oracle.shape:
         raise AssertionError(f"{name}: shape {list(got.shape)}, expected {list(oracle.shape)}")
@@ -92,12 +94,12 @@ def assert_within_budget(
         return
     ulp = torch.finfo(got.dtype).eps
     ceiling = _CEILING[kind][torch.finfo(dtype).bits]
-    allowed = min(2 * relative_error(budget_ref, oracle) + 2 * ulp, ceiling)
+    allowed = min(max(2 * relative_error(budget_ref, oracle) + 2 * ulp, least), ceiling)
     error = relative_error(got, oracle)
     if error > allowed:
         raise AssertionError(f"{name}: error {error:.3e} is above {allowed:.3e}")
     if dims is not None:
-        allowed = 3 * worst_error(budget_ref, oracle, dims) + 4 * ulp
+        allowed = max(3 * worst_error(budget_ref, oracle, dims) + 4 * ulp, least)
         error = worst_error(got, oracle, dims)
         if error > allowed:
             raise AssertionError(

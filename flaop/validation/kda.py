@@ -7,11 +7,8 @@ import torch
 from torch import Tensor
 
 from . import checks
+from .checks import CHUNK
 
-MAX_K = 256
-CHUNK_SIZES = (16, 32, 64)
-# The kernels' own chunk; `chunk_size` is a hint.
-CHUNK = 64
 # Sub-chunks of 16 rows with one reference row stay inside fp32 down to this bound.
 SAFE_LOWER_BOUND = -5.0
 
@@ -97,21 +94,8 @@ def check(
         ValueError: a shape, a device or a value breaks the contract.
         TypeError: a dtype does.
     """
-    checks.rank("q", q, "B, T, H, K")
-    checks.rank("v", v, "B, T, HV, V")
-    B, T, H, K = q.shape
-    HV, V = v.shape[2], v.shape[3]
-    checks.shape("k", k, (B, T, H, K), "B, T, H, K")
-    checks.shape("v", v, (B, T, HV, V), "B, T, HV, V")
-    if not (checks.holds(H >= 1) and checks.holds(K >= 1) and checks.holds(V >= 1)):
-        raise ValueError(
-            "q and v need at least one head and one channel, "
-            f"got q of shape {list(q.shape)} and v of shape {list(v.shape)}"
-        )
-    if not checks.holds(HV % H == 0):
-        raise ValueError(f"v must have a multiple of q's heads, got HV = {HV} for H = {H}")
-    if not checks.holds(K <= MAX_K):
-        raise ValueError(f"q and k may have at most {MAX_K} channels, got K = {K}")
+    B, T, H, K, HV, V = checks.qkv_shapes(q, k, v)
+    checks.delta_channels("q and k", K)
     checks.shape("g", g, (B, T, HV, K), "B, T, HV, K")
     checks.shape("beta", beta, (B, T, HV), "B, T, HV")
     checks.qkv_dtype(q, k, v)
@@ -120,36 +104,11 @@ def check(
     checks.dtype("g", g, checks.GATE_DTYPES)
     checks.dtype("beta", beta, checks.GATE_DTYPES)
 
-    N = B
-    if cu_seqlens is not None:
-        checks.cu_seqlens_layout(cu_seqlens, q)
-        checks.device("cu_seqlens", cu_seqlens, q)
-        N = cu_seqlens.shape[0] - 1
-    if initial_state is not None:
-        layout, expected = "N, HV, K, V", (N, HV, K, V)
-        if state_v_first:
-            layout, expected = "N, HV, V, K", (N, HV, V, K)
-        checks.shape("initial_state", initial_state, expected, layout)
-        checks.state_dtype("initial_state", initial_state, q)
-        checks.device("initial_state", initial_state, q)
-
+    N = checks.sequences(q, initial_state, cu_seqlens, state_v_first, (HV, K, V))
     _check_gate(q, HV, K, A_log, dt_bias, use_gate_in_kernel, safe_gate, lower_bound)
-    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
-        raise ValueError(
-            "allow_neg_eigval=True doubles the sigmoid of beta: it needs "
-            "use_beta_sigmoid_in_kernel=True, got False"
-        )
-    if chunk_size not in CHUNK_SIZES:
-        raise ValueError(f"chunk_size must be one of {CHUNK_SIZES}, got {chunk_size}")
-    if split_size < 0 or split_size % chunk_size != 0:
-        raise ValueError(
-            f"split_size must be 0 or a positive multiple of chunk_size = {chunk_size}, "
-            f"got {split_size}"
-        )
-    if scale is None:
-        scale = K**-0.5
-    elif isinstance(scale, float) and not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
+    checks.beta_options(use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    checks.chunk_hints(chunk_size, split_size)
+    scale = checks.resolved_scale(scale, K)
     return KdaCall(
         q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens, A_log, dt_bias,
         use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
@@ -170,11 +129,7 @@ def _check_gate(
 ) -> None:
     if not use_gate_in_kernel:
         for name, x in (("A_log", A_log), ("dt_bias", dt_bias), ("lower_bound", lower_bound)):
-            if x is not None:
-                raise ValueError(
-                    f"{name} belongs to the gate computed in the kernel: it needs "
-                    "use_gate_in_kernel=True, got False"
-                )
+            checks.no_gate_parameter(name, x)
         return
     if lower_bound is None:
         if A_log is None:
@@ -213,20 +168,9 @@ def check_backward(
 
     `residuals` are `A`, `A_qk` (chunk) or `u` (recurrent).
     """
-    leading = (call.B, call.T, call.HV)
-    if d_o is not None:
-        checks.shape("d_o", d_o, (*leading, call.V), "B, T, HV, V")
-        checks.device("d_o", d_o, call.q)
-    if d_final_state is not None:
-        layout = "N, HV, V, K" if call.state_v_first else "N, HV, K, V"
-        checks.shape("d_final_state", d_final_state, call.state_shape, layout)
-        checks.device("d_final_state", d_final_state, call.q)
-    for name, x in residuals.items():
-        if name == "u":
-            checks.shape(name, x, (*leading, call.V), "B, T, HV, V")
-        else:
-            checks.shape(name, x, (*leading, CHUNK), f"B, T, HV, {CHUNK}")
-        checks.device(name, x, call.q)
+    sizes = {"u": (call.V, "V")}
+    residuals = {name: (x, *sizes.get(name, (CHUNK, CHUNK))) for name, x in residuals.items()}
+    checks.incoming_gradients(call, d_o, d_final_state, **residuals)
 
 
 def check_values(call: KdaCall) -> None:

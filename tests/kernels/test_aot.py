@@ -14,7 +14,7 @@ import tempfile
 
 import pytest
 
-from flaop.testing.launches import Case, build_launch, compilers, kda_launches
+from flaop.testing.launches import Case, build_launch, compilers, launches
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("compiles: not in the interpreter's process", allow_module_level=True)
@@ -23,7 +23,7 @@ DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "spills.md"
 PRODUCT = [
     Case(*case)
     for case in itertools.product(
-        (80, 90, 100), ("bf16", "fp16", "fp32"), (64, 128, 256), ("softplus", "bounded")
+        (80, 90, 100), ("bf16", "fp16", "fp32"), (64, 128, 256), ("softplus", "bounded", "scalar")
     )
 ]
 DEFAULT = [
@@ -34,9 +34,16 @@ DEFAULT = [
     Case(90, "fp16", 128, "softplus"),
     Case(90, "fp32", 64, "bounded"),
     Case(100, "bf16", 128, "softplus"),
+    Case(80, "bf16", 128, "scalar"),
+    Case(90, "bf16", 64, "scalar"),
+    Case(90, "bf16", 128, "scalar"),
+    Case(90, "bf16", 256, "scalar"),
+    Case(90, "fp16", 128, "scalar"),
+    Case(90, "fp32", 64, "scalar"),
+    Case(100, "bf16", 128, "scalar"),
 ]
 # these multiply matrices; the others sum, scan and copy
-PRODUCTS = re.compile(r"chunk_(kda|delta)_(fwd|bwd)_kernel_")
+PRODUCTS = re.compile(r"chunk_((kda|delta|gla)_)?(fwd|bwd)_kernel_")
 FEW = 8  # local-memory instructions that are no spill worth a row
 GROWTH = 1.25  # of the spills on record that fails
 
@@ -85,7 +92,7 @@ def marks(case):
 def test_every_launch(case, pool):
     from flaop.testing.aot import SHARED_LIMIT, TENSOR_MEMORY_LIMIT
 
-    found = {label: pool.submit(build_launch, case, label) for label in kda_launches(case)}
+    found = {label: pool.submit(build_launch, case, label) for label in launches(case)}
     spills, cases, made_with = recorded()
     comparable = case in cases and made_with == toolchain()
     wrong = []
@@ -113,7 +120,7 @@ def test_the_default_covers_what_it_should():
     for field in ("arch", "dtype", "size", "gate"):
         assert {getattr(c, field) for c in DEFAULT} == {getattr(c, field) for c in PRODUCT}
     labels = [
-        {label for case in cases for label in kda_launches(case)} for cases in (DEFAULT, PRODUCT)
+        {label for case in cases for label in launches(case)} for cases in (DEFAULT, PRODUCT)
     ]
     assert labels[0] == labels[1]
 
@@ -122,7 +129,7 @@ def test_spills_are_on_record_for_rows_that_exist():
     spills, cases, _ = recorded()
     assert set(DEFAULT) <= set(cases)
     for case, label in spills:
-        assert case in cases and label in kda_launches(case), (case, label)
+        assert case in cases and label in launches(case), (case, label)
 
 
 HEADER = """# Kernels that spill registers
@@ -147,7 +154,7 @@ def main(names):
     listed = ", ".join(map(identity, cases))
     print(HEADER.format(few=FEW, triton=triton, ptxas=ptxas, growth=GROWTH - 1, cases=listed))
     with tempfile.TemporaryDirectory() as cache, compilers(cache) as pool:
-        work = [(case, label) for case in cases for label in kda_launches(case)]
+        work = [(case, label) for case in cases for label in launches(case)]
         futures = [pool.submit(build_launch, case, label) for case, label in work]
         for (case, label), future in zip(work, futures):
             build = future.result()

@@ -108,7 +108,8 @@ def paths(options):
 
 def arguments(family, **changes):
     """Inputs of an op: a family with some arguments of its inputs function changed."""
-    options = {"T": 130, **FAMILIES.get(family, {}), **DECAY_FAMILIES.get(family, {}), **changes}
+    known = FAMILIES | DECAY_FAMILIES
+    options = {"T": 130, **known.get(family, {}), **changes}
     options["dtype"] = getattr(torch, options.get("dtype", "float32"))
     if "gate" not in options:
         return kda_inputs(**options)
@@ -159,6 +160,22 @@ def device(device, request):
     if device == "cuda":
         request.getfixturevalue("compiled_families")
     return device
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def decay_device(request):
+    """The device of the tests of the decay families, with their kernels compiled."""
+    if request.param == "cuda":
+        request.getfixturevalue("compiled_decay_families")
+    return request.param
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def delta_device(request):
+    """The device of the tests of the gated delta rule, with its kernels compiled."""
+    if request.param == "cuda":
+        request.getfixturevalue("compiled_delta_families")
+    return request.param
 
 
 @pytest.fixture

@@ -5,34 +5,11 @@ import torch
 
 import flaop
 from flaop.testing import assert_within_budget, chunk_budget_reference, kda_oracle
+from flaop.testing.bitwise import gradients, per_token, with_other_tokens
 
 PATHS = {"chunk": flaop.chunk_kda, "fused_recurrent": flaop.fused_recurrent_kda}
-INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
-PER_TOKEN = ("q", "k", "v", "g", "beta")
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-
-
-def with_other_tokens(inputs, start, end):
-    """The same call with other finite, and larger, values in the tokens [start, end)."""
-    changed = dict(inputs)
-    for name in PER_TOKEN:
-        x = inputs[name].detach().clone()
-        generator = torch.Generator().manual_seed(7)
-        noise = torch.randn(x[:, start:end].shape, generator=generator).to(x.device, x.dtype)
-        x[:, start:end] = -10 * noise.abs() if name == "g" else 10 * noise
-        changed[name] = x.requires_grad_(inputs[name].requires_grad)
-    return changed
-
-
-def gradients(fn, inputs):
-    """Outputs and the gradients of every input through both, by name."""
-    names = [name for name in INPUTS if inputs[name] is not None]
-    outputs = fn(**inputs)
-    weights = [torch.linspace(-1, 1, x.numel(), device=x.device).view_as(x) for x in outputs]
-    weights = [w.to(x.dtype) for w, x in zip(weights, outputs, strict=True)]
-    found = torch.autograd.grad(outputs, [inputs[name] for name in names], weights)
-    return outputs, dict(zip(names, found, strict=True))
 
 
 @pytest.mark.usefixtures("single_thread")
@@ -71,7 +48,7 @@ def test_packed_sequences_do_not_know_their_neighbours(device, path, changed, ar
         assert torch.equal(o[:, tokens], other_o[:, tokens])
         assert torch.equal(state[n], other_state[n])
         assert torch.equal(found["initial_state"][n], other_found["initial_state"][n])
-        for name in PER_TOKEN:
+        for name in per_token(inputs):
             assert torch.equal(found[name][:, tokens], other_found[name][:, tokens]), name
 
 
@@ -106,7 +83,7 @@ def test_kept_intermediate_results_change_nothing(device, family, arguments):
     }
     _, oracle = gradients(kda_oracle, on_cpu)
     _, budget = gradients(chunk_budget_reference, on_cpu)
-    for name in PER_TOKEN + ("initial_state",):
+    for name in (*per_token(inputs), "initial_state"):
         for found in (recomputed, kept):
             assert_within_budget(
                 name, found[name].cpu(), oracle[name], budget[name], inputs["q"].dtype, "gradient"

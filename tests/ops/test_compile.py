@@ -12,34 +12,13 @@ import sys
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
 
 import flaop
 from flaop.testing import relative_error
+from flaop.testing.compilation import Compiled
 
 LENGTHS = (8, 9, 33, 64, 70, 100, 129, 12)
 TENSORS = ("q", "k", "v", "g", "beta")
-
-
-class Compiled:
-    """A function compiled with AOTAutograd: counts compilations, records the ops of each graph."""
-
-    def __init__(self, fn, dynamic):
-        self.compilations = 0
-        self.graphs = []
-        below = aot_autograd(fw_compiler=self._record, bw_compiler=self._record)
-
-        def backend(graph, inputs):
-            self.compilations += 1
-            return below(graph, inputs)
-
-        self.call = torch.compile(fn, fullgraph=True, dynamic=dynamic, backend=backend)
-
-    def _record(self, graph, _):
-        ops = [n.target for n in graph.graph.nodes if getattr(n.target, "namespace", "") == "flaop"]
-        self.graphs.append([op._schema.name.removeprefix("flaop::") for op in ops])
-        return make_boxed_func(graph.forward)
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ import torch
 from torch.library import opcheck
 
 import flaop
+from flaop.testing.layouts import LAYOUTS, odd_stride
 
 OPS = torch.ops.flaop
 PATHS = ("chunk_kda", "fused_recurrent_kda")
@@ -99,31 +100,6 @@ def backward_arguments(inputs, outputs, names):
 
 
 # Memory layouts: what comes out is contiguous whatever went in, in the fakes too.
-
-
-def transposed(v):
-    return v.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def slice_of_qkv(v):
-    row = torch.zeros(*v.shape[:3], 3 * v.shape[3], dtype=v.dtype, device=v.device)
-    row[..., 2 * v.shape[3] :] = v
-    return row[..., 2 * v.shape[3] :]
-
-
-def odd_stride(v):
-    """Rows one element longer than their values: no row but the first is aligned."""
-    B, T, HV, V = v.shape
-    rows = torch.zeros(B, T, HV * V + 1, dtype=v.dtype, device=v.device)
-    rows[..., :-1] = v.flatten(2)
-    return rows[..., :-1].unflatten(2, (HV, V))
-
-
-def expanded(v):
-    return v[:1].expand_as(v)
-
-
-LAYOUTS = [transposed, slice_of_qkv, odd_stride, expanded]
 
 
 @pytest.mark.parametrize("op", PATHS)

@@ -65,9 +65,9 @@ __global__ void __launch_bounds__(kThreads, 1) kda_bwd_kernel(const flaop_kda_bw
   copy_wait_group<1>();
   __syncthreads();
 
-  value_pairs(s, call.scale);
-  __syncthreads();
   value_gradient(s);
+  __syncthreads();
+  value_pairs(s, call.scale);
   copy_wait();
   __syncthreads();
   const int64_t stride = static_cast<int64_t>(call.HV) * kHead;
@@ -75,13 +75,29 @@ __global__ void __launch_bounds__(kThreads, 1) kda_bwd_kernel(const flaop_kda_bw
   store_tile<kThreads>(s.v, static_cast<__nv_bfloat16*>(p.dv) + first, stride, length);
   if (threadIdx.x < 2 * kTokens) row_norms(s.q, s.k, s.q_norm, s.k_norm, call.l2norm);
 
-  // through the states
+  // gate sums, then through the states
   Lane x;
-  Sums dW, dk_write;
+  const Gate gate(call, head);
+  Pairs gates;
+  load_gates<G>(call, s, chunk, head, channel, gates);
+  with_kind(call.gate, [&](auto kind) {
+#pragma unroll
+    for (int i = 0; i < 4 * kBlocks; ++i) {
+      float2& y = gates[i / 4][i / 2 % 2][i % 2];
+      const int t = lane_token(i / 4, i / 2 % 2);
+      const float y0 = gate.activate<kind>(y.x), y1 = gate.activate<kind>(y.y);
+      y = make_float2(t < length ? y0 : 0.f, t + 1 < length ? y1 : 0.f);
+    }
+  });
+  prefix_gates(gates, x.total);
+  __syncthreads();  // v and g have been read, the norms are there
+#pragma unroll
+  for (int i = 0; i < 4 * kBlocks; ++i) s.gate[i][threadIdx.x] = gates[i / 4][i / 2 % 2][i % 2];
+  Sums erased, dk_write;  // erased: S dR^T
 #pragma unroll
   for (int i = 0; i < 8 * kBlocks; ++i) {
     const int block = i / 8, half = i / 4 % 2, j = i % 4;
-    x.dq[block][half][j] = dk_write[block][half][j] = dW[block][half][j] = 0.f;
+    x.dq[block][half][j] = dk_write[block][half][j] = erased[block][half][j] = 0.f;
   }
   float last[2] = {0.f, 0.f};
 #pragma unroll 2
@@ -99,38 +115,17 @@ __global__ void __launch_bounds__(kThreads, 1) kda_bwd_kernel(const flaop_kda_bw
       load_right(b, s.d_o, block * kBlock, c);
       mma16(x.dq[block], S, b);
       load_right(b, s.dv_new, block * kBlock, c);
-      mma16(dW[block], S, b);
+      mma16(erased[block], S, b);
       load_right(b, s.v_new, block * kBlock, c);
       mma16(dk_write[block], dS, b);
     }
   }
-  Words minus_dW;
-#pragma unroll
-  for (int i = 0; i < 4 * kBlocks; ++i) {
-    const float2 w = pair(dW[i / 4][i / 2 % 2], i % 2);
-    minus_dW[i / 4][i % 4] = pack_bf16(-w.x, -w.y);
-  }
-  const Gate gate(call, head);
-  Pairs gates;
-  load_gates<G>(call, s, chunk, head, channel, gates);
-  with_kind(call.gate, [&](auto kind) {
-#pragma unroll
-    for (int i = 0; i < 4 * kBlocks; ++i) {
-      float2& y = gates[i / 4][i / 2 % 2][i % 2];
-      const int t = lane_token(i / 4, i / 2 % 2);
-      const float y0 = gate.activate<kind>(y.x), y1 = gate.activate<kind>(y.y);
-      y = make_float2(t < length ? y0 : 0.f, t + 1 < length ? y1 : 0.f);
-    }
-  });
-  prefix_gates(gates, x.total);
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block) {
     load_left_transposed(x.q[block], s.q, block * kBlock, 16 * warp);
     load_left_transposed(x.k[block], s.k, block * kBlock, 16 * warp);
   }
-  __syncthreads();  // v, g, d_o and v_new have been read, the norms are there
-#pragma unroll
-  for (int i = 0; i < 4 * kBlocks; ++i) s.gate[i][threadIdx.x] = gates[i / 4][i / 2 % 2][i % 2];
+  __syncthreads();  // the states have been read
 
   float all[2] = {0.f, 0.f};
 #pragma unroll
@@ -163,10 +158,12 @@ __global__ void __launch_bounds__(kThreads, 1) kda_bwd_kernel(const flaop_kda_bw
       dw = multiply(dw, eE);
       const float2 w = multiply(k, dw);
       written[c] += w.x + w.y;
+      // dk_erase / beta = -exp2(G) dR S^T
+      const float2 read = pair(erased[block][half], c);
+      const float2 de = make_float2(-read.x * eG.x, -read.y * eG.y);
+      pair(x.dk[block][half], c) = de;
       x.dgate[block][half][c] = subtract(multiply(q, dq), w);
-      *reinterpret_cast<uint32_t*>(&s.dW[channel + 8 * c][t]) = minus_dW[block][f];
-      *reinterpret_cast<uint32_t*>(&s.kb[channel + 8 * c][t]) =
-          pack_bf16(multiply(multiply(k, eG), load2(&s.beta[t])));
+      add_scaled(x.dgate[block][half][c], multiply(k, load2(&s.beta[t])), de);
     }
     before[0] += x.total[block][0];
     before[1] += x.total[block][1];
@@ -175,71 +172,6 @@ __global__ void __launch_bounds__(kThreads, 1) kda_bwd_kernel(const flaop_kda_bw
   park(s, 1, x.dq);
   last[0] += quad_sum(written[0]);
   last[1] += quad_sum(written[1]);
-  forget(x);
-  // dk_erase / beta = exp2(G) A^T dW
-  before[0] = before[1] = 0.f;
-#pragma unroll
-  for (int m = 0; m < kBlocks; ++m) {
-    float c[2][4] = {};
-#pragma unroll
-    for (int t = m; t < kBlocks; ++t) {
-      uint32_t b[4];
-      load_right_transposed(b, s.A, t * kBlock, m * kBlock);
-      mma16(c, minus_dW[t], b);
-    }
-#pragma unroll
-    for (int f = 0; f < 4; ++f) {
-      const float2 e = x.gate(s, m, f / 2, f % 2);
-      const float2 eG = exp2_pair(make_float2(before[f % 2] + e.x, before[f % 2] + e.y));
-      const float2 de = multiply(pair(c[f / 2], f % 2), eG);
-      pair(x.dk[m][f / 2], f % 2) = de;
-      const float2 beta = load2(&s.beta[lane_token(m, f / 2)]);
-      add_scaled(x.dgate[m][f / 2][f % 2], multiply(x.key(s, m, f), beta), de);
-    }
-    before[0] += x.total[m][0];
-    before[1] += x.total[m][1];
-  }
-  __syncthreads();
-
-  // dA, and through the inverse: dL = -A^T (dA A^T)
-  for (int i = warp; i < 10; i += kWarps) {
-    const Block at = block_of(i);
-    float dA[2][4];
-    load_block(dA, s.dL, at);
-#pragma unroll 2
-    for (int c = 0; c < kHead; c += 16) {
-      uint32_t a[4], b[4];
-      load_left_transposed(a, s.dW, c, at.row * kBlock);
-      load_right_transposed(b, s.kb, c, at.column * kBlock);
-      mma16(dA, a, b);
-    }
-    store_block(s.dL, dA, at, 1.f, [](int row, int column) { return row >= column; });
-  }
-  __syncthreads();
-  for (int i = warp; i < 10; i += kWarps) {
-    const Block at = block_of(i);
-    float c[2][4] = {};
-    for (int m = 0; m <= at.column; ++m) {
-      uint32_t a[4], b[4];
-      load_left(a, s.dL, at.row * kBlock, m * kBlock);
-      load_right(b, s.A, at.column * kBlock, m * kBlock);
-      mma16(c, a, b);
-    }
-    store_block(s.T, c, at, 1.f, [](int, int) { return true; });
-  }
-  __syncthreads();
-  for (int i = warp; i < 10; i += kWarps) {
-    const Block at = block_of(i);
-    float c[2][4] = {};
-    for (int t = at.row; t < kBlocks; ++t) {
-      uint32_t a[4], b[4];
-      load_left_transposed(a, s.A, t * kBlock, at.row * kBlock);
-      load_right_transposed(b, s.T, t * kBlock, at.column * kBlock);
-      mma16(c, a, b);
-    }
-    store_block(s.dL, c, at, -1.f, [](int row, int column) { return row > column; });
-  }
-  __syncthreads();
 
   // through the pairs: rows, which completes dq and gives dbeta, then columns
   forget(x);
@@ -337,7 +269,7 @@ __global__ void __launch_bounds__(kThreads, 1) kda_bwd_kernel(const flaop_kda_bw
   suffix_sums(x.dgate, last);
   if (call.gate != FLAOP_GATE_LOG) {
     if constexpr (sizeof(G) == 2) {
-      __syncthreads();  // T and dL have been read
+      __syncthreads();  // the gate sums have been read
       load_tile<kThreads>(s.g, call.g, token, call.HV, head, length);
       copy_commit();
       copy_wait();

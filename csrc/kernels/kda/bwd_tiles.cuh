@@ -9,14 +9,9 @@ namespace {
 constexpr int kThreads = 256, kWarps = 8;
 
 struct Shared {
-  union {
-    struct {
-      __nv_bfloat16 d_o[kTokens][kRow];    // later dq on its way out
-      __nv_bfloat16 v_new[kTokens][kRow];  // later dk
-    };
-    float2 gate[4 * kBlocks][kThreads];  // a lane's gate sums within blocks of 16
-  };
-  __nv_bfloat16 dv_new[kTokens][kRow];  // later dg
+  __nv_bfloat16 d_o[kTokens][kRow];     // later dq on its way out
+  __nv_bfloat16 v_new[kTokens][kRow];   // later dk
+  __nv_bfloat16 dv_new[kTokens][kRow];  // then dR, later dg
   __nv_bfloat16 q[kTokens][kRow], k[kTokens][kRow];
   union {
     struct {
@@ -25,17 +20,15 @@ struct Shared {
     float parked[2][8 * kBlocks][kThreads];  // accumulators that a pass does not touch
   };
   union {
-    __nv_bfloat16 v[kTokens][kRow];     // then dv
-    __nv_bfloat16 kb[kHead][kPairRow];  // beta k exp2(G), transposed
-  };
-  union {
-    __nv_bfloat16 g[kTokens][kRow];      // raw gate, if it is bf16
-    __nv_bfloat16 dW[kHead][kPairRow];   // transposed
-    __nv_bfloat16 T[kTokens][kPairRow];  // dA A^T
+    struct {
+      __nv_bfloat16 v[kTokens][kRow];  // then dv
+      __nv_bfloat16 g[kTokens][kRow];  // raw gate, if it is bf16
+    };
+    float2 gate[4 * kBlocks][kThreads];  // a lane's gate sums within blocks of 16
   };
   __nv_bfloat16 A[kTokens][kPairRow];
   __nv_bfloat16 dA_qk[kTokens][kPairRow];
-  __nv_bfloat16 dL[kTokens][kPairRow];  // dA first
+  __nv_bfloat16 dL[kTokens][kPairRow];
   float part[2][kWarps][kTokens];       // sums over a warp's channels
   float sum[2][kTokens];                // <q, dq>, <k, dk>
   float beta[kTokens], q_norm[kTokens], k_norm[kTokens];
@@ -123,45 +116,8 @@ __device__ __forceinline__ void store_block(__nv_bfloat16 (*x)[kPairRow], const 
     }
 }
 
-// dA_qk = scale do V'^T, and the part dV' (beta v)^T of dA, to shared memory. A block a warp, two
-// for two of them.
-__device__ void value_pairs(Shared& s, float scale) {
-  const int p = 2 * (threadIdx.x % 4);
-  for (int i = threadIdx.x / 32; i < 10; i += kWarps) {
-    const Block at = block_of(i);
-    float qk[2][4] = {}, dA[2][4] = {};
-#pragma unroll
-    for (int c = 0; c < kHead; c += 16) {
-      uint32_t a[4], b[4];
-      load_left(a, s.d_o, at.row * kBlock, c);
-      load_right(b, s.v_new, at.column * kBlock, c);
-      mma16(qk, a, b);
-      load_left(a, s.dv_new, at.row * kBlock, c);
-      load_right(b, s.v, at.column * kBlock, c);
-      mma16(dA, a, b);
-    }
-#pragma unroll
-    for (int n = 0; n < 2; ++n)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) dA[n][j] *= s.beta[at.column * kBlock + 8 * n + p + j % 2];
-    store_block(s.dA_qk, qk, at, scale, [](int row, int column) { return row >= column; });
-    store_block(s.dL, dA, at, 1.f, [](int, int) { return true; });
-  }
-}
-
-// What store_block stored.
-__device__ __forceinline__ void load_block(float (&c)[2][4], const __nv_bfloat16 (*x)[kPairRow],
-                                           Block at) {
-  const int lane = threadIdx.x % 32, r = lane / 4, p = 2 * (lane % 4);
-#pragma unroll
-  for (int n = 0; n < 2; ++n)
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      pair(c[n], i) = unpack_bf16(*reinterpret_cast<const uint32_t*>(
-          &x[at.row * kBlock + r + 8 * i][at.column * kBlock + 8 * n + p]));
-}
-
-// dv = beta A^T dV' in the place of v, and its part of dbeta. A warp a slab of 16 values.
+// dR = A^T dV' in the place of dV', dv = beta dR in that of v, and its part of dbeta. A warp a slab of
+// 16 values: a block of rows is written once no later one reads it.
 __device__ void value_gradient(Shared& s) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, r = lane / 4, p = 2 * (lane % 4);
 #pragma unroll
@@ -174,20 +130,43 @@ __device__ void value_gradient(Shared& s) {
       load_right_transposed(b, s.dv_new, t * kBlock, 16 * warp);
       mma16(c, a, b);
     }
+    __syncwarp();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = m * kBlock + r + 8 * i;
       float sum = 0.f;
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
-        uint32_t* word = reinterpret_cast<uint32_t*>(&s.v[row][16 * warp + 8 * n + p]);
+        const int column = 16 * warp + 8 * n + p;
+        uint32_t* word = reinterpret_cast<uint32_t*>(&s.v[row][column]);
         const float2 v = unpack_bf16(*word);
         sum += c[n][2 * i] * v.x + c[n][2 * i + 1] * v.y;
         *word = pack_bf16(c[n][2 * i] * s.beta[row], c[n][2 * i + 1] * s.beta[row]);
+        *reinterpret_cast<uint32_t*>(&s.dv_new[row][column]) =
+            pack_bf16(c[n][2 * i], c[n][2 * i + 1]);
       }
       sum = quad_sum(sum);
       if (lane % 4 == 0) s.part[0][warp][row] = sum;
     }
+  }
+}
+
+// dA_qk = scale do V'^T and dL = -dR V'^T to shared memory. A block a warp, two for two of them.
+__device__ void value_pairs(Shared& s, float scale) {
+  for (int i = threadIdx.x / 32; i < 10; i += kWarps) {
+    const Block at = block_of(i);
+    float qk[2][4] = {}, kk[2][4] = {};
+#pragma unroll
+    for (int c = 0; c < kHead; c += 16) {
+      uint32_t a[4], b[4];
+      load_right(b, s.v_new, at.column * kBlock, c);
+      load_left(a, s.d_o, at.row * kBlock, c);
+      mma16(qk, a, b);
+      load_left(a, s.dv_new, at.row * kBlock, c);
+      mma16(kk, a, b);
+    }
+    store_block(s.dA_qk, qk, at, scale, [](int row, int column) { return row >= column; });
+    store_block(s.dL, kk, at, -1.f, [](int row, int column) { return row > column; });
   }
 }
 

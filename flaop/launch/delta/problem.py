@@ -1,4 +1,4 @@
-"""One KDA call as the launchers of the chunk kernels see it."""
+"""One call of a delta family as the launchers of the chunk kernels see it."""
 
 from typing import NamedTuple
 
@@ -20,10 +20,10 @@ class Problem(NamedTuple):
     q: torch.Tensor  # [B, T, H, K]
     k: torch.Tensor  # [B, T, H, K]
     v: torch.Tensor  # [B, T, HV, V]
-    g: torch.Tensor  # [B, T, HV, K]
+    g: torch.Tensor | None  # [B, T, HV, K]; of gated_delta_rule [B, T, HV] or None
     beta: torch.Tensor  # [B, T, HV]
     A_log: torch.Tensor | None  # [HV]
-    dt_bias: torch.Tensor | None  # [HV, K] or [HV * K]
+    dt_bias: torch.Tensor | None  # [HV, K] or [HV * K]; of gated_delta_rule [HV]
     h0: torch.Tensor | None  # [N, HV, K, V] or [N, HV, V, K]
     table: object  # ChunkTable or None
     rows: int  # (sequence, chunk) rows of the grid
@@ -64,27 +64,47 @@ class Problem(NamedTuple):
 
 
 def problem(call):
-    """The Problem of a checked call; builds the chunk table of a packed one."""
-    B, T, N = call.B, call.T, call.N
-    packed = call.cu_seqlens is not None
-    rows = max(-(-T // CHUNK) + N - 1, 0) if packed else B * -(-T // CHUNK)
-    dtype = call.q.dtype
+    """The Problem of a checked KDA call; builds the chunk table of a packed one."""
     if call.use_gate_in_kernel:
         bounded = call.lower_bound is not None and call.lower_bound >= SAFE_BOUND
     else:
         bounded = call.safe_gate
-    gate = {
+    return _problem(call, {
         "USE_GATE": call.use_gate_in_kernel,
         "HAS_A_LOG": call.use_gate_in_kernel and call.A_log is not None,
         "HAS_BIAS": call.use_gate_in_kernel and call.dt_bias is not None,
         "HAS_BOUND": call.use_gate_in_kernel and call.lower_bound is not None,
+        **_activations(call),
+        # the centred factors of bounded gates leave the range of fp16
+        "BOUNDED": bounded and call.q.dtype != torch.float16,
+        "IS_VARLEN": call.cu_seqlens is not None,
+    })  # fmt: skip
+
+
+def scalar_problem(call):
+    """The same for a call with one gate per head, or none."""
+    return _problem(call, {
+        "USE_G": call.g is not None,
+        "USE_GATE": call.use_gate_in_kernel,
+        "HAS_BIAS": call.use_gate_in_kernel and call.dt_bias is not None,
+        **_activations(call),
+        "IS_VARLEN": call.cu_seqlens is not None,
+    })  # fmt: skip
+
+
+def _activations(call):
+    return {
         "USE_L2NORM": call.use_qk_l2norm_in_kernel,
         "BETA_SIGMOID": call.use_beta_sigmoid_in_kernel,
         "NEG_EIGVAL": call.allow_neg_eigval,
-        # the centred factors of bounded gates leave the range of fp16
-        "BOUNDED": bounded and dtype != torch.float16,
-        "IS_VARLEN": packed,
     }
+
+
+def _problem(call, gate):
+    B, T, N = call.B, call.T, call.N
+    packed = call.cu_seqlens is not None
+    rows = max(-(-T // CHUNK) + N - 1, 0) if packed else B * -(-T // CHUNK)
+    dtype = call.q.dtype
     return Problem(
         call,
         *(prepare(x) for x in (call.q, call.k, call.v, call.g, call.beta)),

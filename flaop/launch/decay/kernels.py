@@ -1,0 +1,209 @@
+"""Launchers of the chunk kernels of the decay families, one function per kernel.
+
+`decayed` stands for the operands of channel gates (launch/decay/channel.py): queries and keys that
+carry their decays. With it the kernels read those instead of q, k and scalar gates.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from flaop.triton_kernels.configs import decay as configs
+from flaop.triton_kernels.decay.bwd import (
+    chunk_bwd_kernel_qk,
+    chunk_bwd_kernel_v,
+    sum_heads_kernel,
+)
+from flaop.triton_kernels.decay.outputs import chunk_fwd_kernel_o
+from flaop.triton_kernels.decay.scan import chunk_fwd_kernel_scan
+from flaop.triton_kernels.decay.states import chunk_bwd_kernel_dh, chunk_fwd_kernel_h
+
+from ..kernel import Kernel, arch
+from .problem import DTYPE_NAMES
+
+_states = Kernel(chunk_fwd_kernel_h)
+_states_backward = Kernel(chunk_bwd_kernel_dh)
+_scan = Kernel(chunk_fwd_kernel_scan)
+_outputs = Kernel(chunk_fwd_kernel_o)
+_qk_backward = Kernel(chunk_bwd_kernel_qk)
+_v_backward = Kernel(chunk_bwd_kernel_v)
+_sum_heads = Kernel(sum_heads_kernel)
+
+
+class Decayed(NamedTuple):
+    """Operands of channel gates, rows of one segment."""
+
+    qg: torch.Tensor  # [rows', HV, BT, K]: scaled queries decayed from the chunk's start
+    kg: torch.Tensor  # [rows', HV, BT, K]: keys decayed to the chunk's end
+    decay: torch.Tensor  # [rows', HV, K] fp32: decay over the chunk
+
+
+def _flags(p, decayed):
+    """(scalar gate tensors, constexprs) of a launch."""
+    if decayed is not None:
+        none = {"USE_G": False, "USE_G_GAMMA": False}
+        return (None, None), p.gate | none | {"DECAYED": True}
+    return (p.g, p.g_gamma), p.gate | {"DECAYED": False}
+
+
+def fits_scan(p):
+    """Whether one program holds all channels of the state, so that run_scan serves the call."""
+    call = p.call
+    return configs.scan(arch(p.q.device), call.K, call.V, DTYPE_NAMES[p.q.dtype]) is not None
+
+
+def run_scan(p, o, ht, row0, row1, decayed=None, A=None):
+    """Outputs of rows [row0, row1); ht carries the states. Grid: V tile, head, sequence."""
+    call = p.call
+    gates, flags = _flags(p, decayed)
+    q, k, decay = decayed or (p.q, p.k, None)
+    tiles, options = p.config(configs.scan)
+    _scan(
+        (-(-call.V // tiles["BV"]) * call.N * call.HV,),
+        (
+            q, k, p.v, *gates, decay, A, o, p.h0, ht, p.bounds, p.offsets,
+            call.scale, call.T, call.B, call.H, call.HV, row0, row1,
+        ),
+        tiles | flags | {
+            "HAS_H0": p.h0 is not None, "V_FIRST": call.state_v_first,
+            "IS_VARLEN": p.table is not None,
+            "PRECISION": p.precision, "STATE_DTYPE": p.state_dtype,
+        },
+        **options,
+    )  # fmt: skip
+
+
+def _tile_grid(call, tiles):
+    return (-(-call.K // tiles["BK"]) * -(-call.V // tiles["BV"]) * call.N * call.HV,)
+
+
+def run_states(p, h, carry_in, carry_out, row0, row1, decayed=None, ht=None):
+    """States that enter the chunks of rows [row0, row1), into h unless that is None.
+
+    carry_in, carry_out: states [B, HV, K, V] (packed: [1, ...]) of the sequences that row0 and row1
+    cut. Grid: tile of the state, head, sequence.
+    """
+    call = p.call
+    gates, flags = _flags(p, decayed)
+    _, k, decay = decayed or (None, p.k, None)
+    tiles, options = p.config(configs.states)
+    _states(
+        _tile_grid(call, tiles),
+        (
+            k, p.v, *gates, None, None, decay, h, p.h0, ht, carry_in, carry_out,
+            p.bounds, p.offsets, None, call.T, call.B, call.H, call.HV, row0, row1, 1,
+        ),
+        tiles | flags | {
+            "USE_GK": False, "USE_GV": False, "CUMULATIVE": False,
+            "STORE_H": h is not None, "SPLIT": False, "STORE_FINAL": ht is not None,
+            "HAS_H0": p.h0 is not None, "V_FIRST": call.state_v_first, "H_V_FIRST": False,
+            "IS_VARLEN": p.table is not None, "PRECISION": p.precision,
+        },
+        **options,
+    )  # fmt: skip
+
+
+def run_states_backward(p, do, dh, dht, dh0, carry_in, carry_out, row0, row1, decayed=None):
+    """Gradients of the states that leave the chunks of rows [row0, row1), into dh.
+
+    dh0 is written if not None. Carries as in run_states, backwards. Grid: as run_states.
+    """
+    call = p.call
+    gates, flags = _flags(p, decayed)
+    q, _, decay = decayed or (p.q, None, None)
+    tiles, options = p.config(configs.states)
+    _states_backward(
+        _tile_grid(call, tiles),
+        (
+            q, do, *gates, decay, dh, dht, dh0, carry_in, carry_out, p.bounds, p.offsets,
+            call.scale, call.T, call.B, call.H, call.HV, row0, row1,
+        ),
+        tiles | flags | {
+            "HAS_DO": do is not None, "HAS_DHT": dht is not None, "STORE_DH0": dh0 is not None,
+            "V_FIRST": call.state_v_first, "IS_VARLEN": p.table is not None,
+            "PRECISION": p.precision,
+        },
+        **options,
+    )  # fmt: skip
+
+
+def run_outputs(p, h, o, row0, row1, decayed=None, A=None):
+    """Outputs of rows [row0, row1) from their states. Grid: V tile, head, row."""
+    call = p.call
+    gates, flags = _flags(p, decayed)
+    q, k = (p.q, p.k) if decayed is None else (decayed.qg, None)
+    tiles, options = p.config(configs.outputs)
+    _outputs(
+        ((row1 - row0) * call.HV * -(-call.V // tiles["BV"]),),
+        (
+            q, k, p.v, h, *gates, A, o, p.bounds, p.table_rows,
+            call.scale, call.T, call.B, call.H, call.HV, row0,
+        ),
+        tiles | flags | {
+            "CUMULATIVE": False, "V_FIRST": False, "IS_VARLEN": p.table is not None,
+            "PRECISION": p.precision, "STATE_DTYPE": p.state_dtype,
+        },
+        **options,
+    )  # fmt: skip
+
+
+def qk_slabs(p):
+    """Programs that share the channels of a row in run_qk_backward; one of them makes dv, too."""
+    tiles, _ = p.config(configs.bwd_qk)
+    return -(-p.call.K // tiles["BK"])
+
+
+def run_qk_backward(p, do, h, dh, dq, dk, dv, dg, dg_gamma, row0, row1):
+    """dq and dk of rows [row0, row1) with scalar gates; dv, dg, dg_gamma unless None.
+
+    dq, dk: [B, T, HV, K]. dg [slabs, B, T, HV] and dg_gamma [rows, HV, slabs] are in parts.
+    Grid: slab of K, head, row.
+    """
+    call = p.call
+    tiles, options = p.config(configs.bwd_qk)
+    _qk_backward(
+        ((row1 - row0) * call.HV * -(-call.K // tiles["BK"]),),
+        (
+            p.q, p.k, p.v, do, h, dh, p.g, p.g_gamma, dq, dk, dv, dg, dg_gamma,
+            p.bounds, p.table_rows, call.scale, call.T, call.B, call.H, call.HV, row0,
+        ),
+        tiles | p.gate | {
+            "HAS_DO": do is not None, "STORE_DV": dv is not None, "STORE_DG": dg is not None,
+            "STORE_DG_GAMMA": dg_gamma is not None, "IS_VARLEN": p.table is not None,
+            "PRECISION": p.precision, "STATE_DTYPE": p.state_dtype,
+        },
+        **options,
+    )  # fmt: skip
+
+
+def run_v_backward(p, do, dh, dv, row0, row1, decayed=None, A=None):
+    """dv of rows [row0, row1). Grid: V tile, head, row."""
+    call = p.call
+    gates, flags = _flags(p, decayed)
+    k, q = (p.k, p.q) if decayed is None else (decayed.kg, None)
+    tiles, options = p.config(configs.outputs)
+    _v_backward(
+        ((row1 - row0) * call.HV * -(-call.V // tiles["BV"]),),
+        (
+            k, q, do, dh, *gates, A, dv, p.bounds, p.table_rows,
+            call.scale, call.T, call.B, call.H, call.HV, row0,
+        ),
+        tiles | flags | {
+            "HAS_DO": do is not None, "IS_VARLEN": p.table is not None,
+            "PRECISION": p.precision, "STATE_DTYPE": p.state_dtype,
+        },
+        **options,
+    )  # fmt: skip
+
+
+def sum_heads(x, like):
+    """Sums x [B, T, HV, D] fp32 over the value heads of each head of `like` [B, T, H, D].
+
+    Grid: elements.
+    """
+    y = torch.empty_like(like)
+    group = x.shape[2] // like.shape[2]
+    _sum_heads(
+        (-(-y.numel() // 1024),), (x, y, y.numel(), y.shape[3], group), {"BN": 1024}, num_warps=4
+    )
+    return y
