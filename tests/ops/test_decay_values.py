@@ -57,6 +57,10 @@ FAMILY_CASES = [
     ("channel and value", {"T": 130, "gates": "mixed"}),
     ("channel and value", {"lengths": [65, 0, 1, 70], "gates": "slow"}),
 ]  # fmt: skip
+# The reference results of a case are made once, in one process of a parallel run.
+FAMILY_INDICES = [
+    pytest.param(i, marks=pytest.mark.xdist_group(f"family {i}")) for i in range(len(FAMILY_CASES))
+]
 
 
 class DecayExpected(Expected):
@@ -135,10 +139,7 @@ def test_covering_set(where, index, kind, arguments):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "index",
-    [pytest.param(i, marks=pytest.mark.xdist_group(f"family {i}")) for i in range(len(FAMILY_CASES))],
-)
+@pytest.mark.parametrize("index", FAMILY_INDICES)
 def test_families(index, kind, arguments, compiled_decay_families):
     expected = family_case(index, arguments)
     check_all(expected, served(kind, expected.inputs), "cuda")

@@ -103,6 +103,10 @@ FAMILY_CASES = [
     ("odd", {"gates": "slow"}),
     ("odd", {"lengths": [65, 0, 130], "gates": "mixed"}),
 ]  # fmt: skip
+# The reference results of a case are made once, in one process of a parallel run.
+FAMILY_INDICES = [
+    pytest.param(i, marks=pytest.mark.xdist_group(f"family {i}")) for i in range(len(FAMILY_CASES))
+]
 
 
 def test_the_covering_set_is_one():
@@ -152,10 +156,7 @@ def test_covering_set(where, row, path, arguments):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(
-    "index",
-    [pytest.param(i, marks=pytest.mark.xdist_group(f"family {i}")) for i in range(len(FAMILY_CASES))],
-)
+@pytest.mark.parametrize("index", FAMILY_INDICES)
 def test_families(index, path, arguments, compiled_families):
     check_all(family_case(index, arguments), PATHS[path], "cuda")
 

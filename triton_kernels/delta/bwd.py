@@ -256,8 +256,8 @@ def chunk_kda_bwd_kernel_intra(
     b_dG = b_q * b_dq + b_k * b_de * b_beta[:, None]
     # what a token's gate does to the state that leaves: it decays the tokens before it. The total
     # minus a suffix sum would cancel
-    m_before = (o_t[:, None] > o_t[None, :]).to(tl.float32)
-    b_leaving = tl.dot(m_before, b_k * b_dw, input_precision=PRECISION)
+    m_before = (o_t[:, None] > o_t[None, :]).to(STATE_DTYPE)
+    b_leaving = tl.dot(m_before, (b_k * b_dw).to(STATE_DTYPE), input_precision=PRECISION)
     b_leaving += (b_dlast * tl.exp2(tl.sum(b_g, 0)))[None, :]
 
     # through the pairs
