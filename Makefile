@@ -5,8 +5,9 @@ TRITON ?= triton==3.7.1
 # An index to take torch from, e.g. the one with builds for machines without a GPU (much smaller).
 TORCH_INDEX ?=
 ARGS ?=
-# Processes of the GPU tests.
-GPU_JOBS ?= 8
+# Processes of the tests, and of the GPU tests.
+JOBS ?= 2
+GPU_JOBS ?= 14
 
 BUILD_REQUIREMENTS = "setuptools>=77,<82" ninja cmake pybind11
 REQUIREMENTS = expecttest hypothesis matplotlib numpy pytest pytest-timeout pytest-xdist safetensors tqdm
@@ -22,6 +23,7 @@ endif
 PIP := $(PYTHON) -m pip install --quiet --progress-bar off --disable-pip-version-check --no-compile
 # Small products are slower on several threads, much slower beside other work.
 PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q --durations=10
+PYTEST_CPU := $(PYTEST) -n $(JOBS) --dist worksteal -m "not slow and not gpu"
 SOURCES := pyproject.toml setup.py CMakeLists.txt $(shell find csrc -type f)
 
 .PHONY: demo test test-gpu test-all checkstyle install
@@ -33,9 +35,9 @@ demo: install
 # so are those that compile kernels ahead of time.
 test: install
 	@failed=0; \
-	TRITON_INTERPRET=1 $(PYTEST) -m "not slow and not gpu" tests/kernels $(ARGS) || failed=1; \
-	$(PYTEST) -m "not slow and not gpu" tests/kernels/test_aot.py $(ARGS) || failed=1; \
-	$(PYTEST) -m "not slow and not gpu" --ignore=tests/kernels tests $(ARGS) || failed=1; \
+	TRITON_INTERPRET=1 $(PYTEST_CPU) tests/kernels $(ARGS) || failed=1; \
+	$(PYTEST_CPU) tests/kernels/test_aot.py $(ARGS) || failed=1; \
+	$(PYTEST_CPU) --ignore=tests/kernels tests $(ARGS) || failed=1; \
 	exit $$failed
 
 # Most of its time is compilation, one kernel variant after another in each process.

@@ -16,6 +16,18 @@ from flaop.functional_decay import (
     gla,
     simple_gla,
 )
+from flaop.functional_delta_rule import (
+    chunk_delta_rule,
+    delta_rule,
+    fused_recurrent_delta_rule,
+)
+from flaop.functional_delta_stages import chunk_delta_fwd_h, recompute_w_u, solve_tril
+from flaop.functional_gated_delta_rule import (
+    chunk_gated_delta_rule,
+    fused_recurrent_gated_delta_rule,
+    gated_delta_rule,
+    gdn,
+)
 from flaop.functional_linear import chunk_linear_attn, fused_recurrent_linear_attn, linear_attn
 from flaop.functional_mamba2 import mamba2_ssd
 from flaop.functional_retention import (
@@ -27,6 +39,8 @@ from flaop.functional_retention import (
     retention,
 )
 from flaop.functional_stages import chunk_fwd_h, chunk_fwd_o, chunk_local_cumsum
+from flaop.ops import delta_stages as _delta_stage_kernels  # noqa: F401
+from flaop.ops import gated_delta_rule as _gated_delta_rule_kernels  # noqa: F401
 from flaop.ops import gla as _gla_kernels  # noqa: F401  (register kernels and fakes)
 from flaop.ops import kda as _kda_kernels  # noqa: F401
 from flaop.ops import simple_gla as _simple_gla_kernels  # noqa: F401
@@ -36,8 +50,11 @@ __all__ = [
     "Explanation",
     "__version__",
     "backend",
+    "chunk_delta_fwd_h",
+    "chunk_delta_rule",
     "chunk_fwd_h",
     "chunk_fwd_o",
+    "chunk_gated_delta_rule",
     "chunk_gla",
     "chunk_kda",
     "chunk_lightning_attn",
@@ -45,21 +62,28 @@ __all__ = [
     "chunk_local_cumsum",
     "chunk_retention",
     "chunk_simple_gla",
+    "delta_rule",
     "explain",
     "flash_kda_fwd",
+    "fused_recurrent_delta_rule",
+    "fused_recurrent_gated_delta_rule",
     "fused_recurrent_gla",
     "fused_recurrent_kda",
     "fused_recurrent_lightning_attn",
     "fused_recurrent_linear_attn",
     "fused_recurrent_retention",
     "fused_recurrent_simple_gla",
+    "gated_delta_rule",
+    "gdn",
     "gla",
     "kda",
     "lightning_attn",
     "linear_attn",
     "mamba2_ssd",
+    "recompute_w_u",
     "retention",
     "simple_gla",
+    "solve_tril",
     "supports",
     "warmup",
 ]

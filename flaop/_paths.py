@@ -70,7 +70,7 @@ def explain(fn: Callable, *args, **kwargs) -> Explanation:
     """The path that a call would take, and why not another. Runs no kernel.
 
     Args:
-        fn: a dispatcher: `flaop.kda`, `simple_gla`, `gla`,
+        fn: a dispatcher: `flaop.kda`, `gated_delta_rule`, `delta_rule`, `simple_gla`, `gla`,
             `retention`, `lightning_attn` or `linear_attn`.
         *args, **kwargs: the arguments of the call.
 
@@ -93,7 +93,7 @@ def supports(path: str, fn: Callable, *args, **kwargs) -> bool:
 
     Args:
         path: "chunk", "fused_recurrent" or "flash_kda".
-        fn: a dispatcher: `flaop.kda`, `simple_gla`, `gla`,
+        fn: a dispatcher: `flaop.kda`, `gated_delta_rule`, `delta_rule`, `simple_gla`, `gla`,
             `retention`, `lightning_attn` or `linear_attn`.
         *args, **kwargs: the arguments of the call.
 

@@ -25,6 +25,9 @@ LAYERS = [
     ),
     ("flaop/functional.py", {"torch", "flaop._paths"}, set()),
     ("flaop/functional_decay.py", {"torch", "flaop._paths"}, set()),
+    ("flaop/functional_delta_rule.py", {"torch", "flaop._paths"}, set()),
+    ("flaop/functional_delta_stages.py", {"torch"}, set()),
+    ("flaop/functional_gated_delta_rule.py", {"torch", "flaop._paths"}, set()),
     ("flaop/functional_linear.py", {"torch", "flaop._paths"}, set()),
     ("flaop/functional_mamba2.py", {"torch", "flaop.functional_decay"}, set()),
     ("flaop/functional_retention.py", {"torch", "flaop._paths"}, set()),
@@ -35,7 +38,7 @@ LAYERS = [
 # Names that functions of flaop own.
 FUNCTION_NAMES = (
     *("kda", "gla", "simple_gla", "gated_delta_rule", "retention", "lightning_attn"),
-    *("linear_attn", "mamba2_ssd", "explain", "supports", "backend"),
+    *("linear_attn", "mamba2_ssd", "delta_rule", "gdn", "explain", "supports", "backend"),
 )
 
 

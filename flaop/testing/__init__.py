@@ -10,6 +10,14 @@ from flaop.testing.decay_oracle import (
     mamba2_oracle,
     simple_gla_oracle,
 )
+from flaop.testing.delta_stage_oracles import (
+    chunk_delta_fwd_h_oracle,
+    recompute_w_u_oracle,
+    solve_tril_oracle,
+)
+from flaop.testing.gdn_budget import gdn_budget_reference
+from flaop.testing.gdn_inputs import gdn_inputs
+from flaop.testing.gdn_oracle import gdn_oracle
 from flaop.testing.inputs import kda_inputs
 from flaop.testing.oracle import kda_oracle
 from flaop.testing.stage_oracles import (
@@ -22,10 +30,14 @@ from flaop.testing.tolerances import assert_within_budget, relative_error, worst
 __all__ = [
     "assert_within_budget",
     "chunk_budget_reference",
+    "chunk_delta_fwd_h_oracle",
     "chunk_fwd_h_oracle",
     "chunk_fwd_o_oracle",
     "chunk_local_cumsum_oracle",
     "decay_budget_reference",
+    "gdn_budget_reference",
+    "gdn_inputs",
+    "gdn_oracle",
     "gla_inputs",
     "gla_oracle",
     "kda_inputs",
@@ -33,8 +45,10 @@ __all__ = [
     "linear_attn_oracle",
     "mamba2_oracle",
     "pairwise",
+    "recompute_w_u_oracle",
     "relative_error",
     "simple_gla_inputs",
     "simple_gla_oracle",
+    "solve_tril_oracle",
     "worst_error",
 ]

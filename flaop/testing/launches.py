@@ -13,7 +13,7 @@ import torch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # constants that tell apart launches of one kernel
-_VARIANTS = ("BOUNDED", "OUTPUT", "STORE_H", "STORE_U", "DECAYED", "CUMULATIVE")
+_VARIANTS = ("BOUNDED", "PAIRS", "OUTPUT", "STORE_H", "STORE_U", "DECAYED", "CUMULATIVE")
 
 
 class Case(NamedTuple):
@@ -22,15 +22,20 @@ class Case(NamedTuple):
     arch: int
     dtype: str
     size: int  # K = V
-    gate: str  # of KDA "softplus" or "bounded", of the decay families "scalar" or "channel"
+    # of KDA "softplus" or "bounded", of the decay families "scalar" or "channel", "head" of the gated
+    # delta rule
+    gate: str
 
 
 def launches(case: Case) -> dict[str, tuple]:
     """Each launch of a family's paths, forward and backward, packed, every option on, by label."""
     from flaop.testing.decay_launches import decay_records
+    from flaop.testing.gdn_launches import gdn_records
 
     if case.gate in ("softplus", "bounded"):
         return kda_launches(case)
+    if case.gate == "head":
+        return _labelled(gdn_records(case))
     return _labelled(decay_records(case))
 
 

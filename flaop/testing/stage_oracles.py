@@ -82,7 +82,8 @@ def chunk_fwd_o_oracle(
     h = h.mT if state_v_first else h
     o = torch.zeros_like(v)
     row_of = {
-        (n, position * chunk_size): row for row, n, position in state_rows(B, T, cu_seqlens, chunk_size)
+        (n, position * chunk_size): row
+        for row, n, position in state_rows(B, T, cu_seqlens, chunk_size)
     }
     for n, start, b, chunk in chunks(B, T, cu_seqlens, chunk_size):
         S = h[row_of[n, start]].clone()
@@ -110,7 +111,9 @@ def chunks(
             yield n, start - first, b, slice(start, min(start + size, end))
 
 
-def state_rows(B: int, T: int, cu_seqlens: Tensor | None, size: int) -> Iterator[tuple[int, int, int]]:
+def state_rows(
+    B: int, T: int, cu_seqlens: Tensor | None, size: int
+) -> Iterator[tuple[int, int, int]]:
     """(row, sequence, piece): pieces over batches; packed sequences one after the other."""
     if cu_seqlens is None:
         pairs = [(b, piece) for piece in range(-(-T // size)) for b in range(B)]

@@ -23,7 +23,10 @@ DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "spills.md"
 PRODUCT = [
     Case(*case)
     for case in itertools.product(
-        (80, 90, 100), ("bf16", "fp16", "fp32"), (64, 128, 256), ("softplus", "bounded", "scalar")
+        (80, 90, 100),
+        ("bf16", "fp16", "fp32"),
+        (64, 128, 256),
+        ("softplus", "bounded", "scalar", "head"),
     )
 ]
 DEFAULT = [
@@ -41,9 +44,19 @@ DEFAULT = [
     Case(90, "fp16", 128, "scalar"),
     Case(90, "fp32", 64, "scalar"),
     Case(100, "bf16", 128, "scalar"),
+    Case(80, "bf16", 128, "head"),
+    Case(90, "bf16", 64, "head"),
+    Case(90, "bf16", 128, "head"),
+    Case(90, "bf16", 256, "head"),
+    Case(90, "fp16", 128, "head"),
+    Case(90, "fp32", 64, "head"),
+    Case(100, "bf16", 128, "head"),
 ]
 # these multiply matrices; the others sum, scan and copy
-PRODUCTS = re.compile(r"chunk_((kda|delta|gla)_)?(fwd|bwd)_kernel_")
+PRODUCTS = re.compile(
+    r"chunk_((kda|delta|gla)_)?(fwd|bwd)_kernel_|recompute_w_u|solve_tril_bwd"
+    r"|chunk_gdn_(fwd|bwd)_kernel_(scan|values|intra|pairs\[PAIRS\])"
+)
 FEW = 8  # local-memory instructions that are no spill worth a row
 GROWTH = 1.25  # of the spills on record that fails
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import flaop
-from flaop.testing import gla_inputs, kda_inputs, simple_gla_inputs
+from flaop.testing import gdn_inputs, gla_inputs, kda_inputs, simple_gla_inputs
 
 # Arguments of kda_inputs.
 FAMILIES = {
@@ -96,8 +96,44 @@ DECAY_FAMILIES = {
 }  # fmt: skip
 
 
+# Arguments of gdn_inputs, whose gate is called head_gate here.
+DELTA_FAMILIES = {
+    "delta main": {
+        "dtype": "bfloat16", "K": 128, "V": 128, "head_gate": "softplus", "l2norm": True,
+        "beta_sigmoid": True, "initial_state": True, "H": 1, "HV": 2,
+    },
+    "delta packed": {
+        "dtype": "bfloat16", "K": 128, "V": 128, "head_gate": "softplus", "l2norm": True,
+        "beta_sigmoid": True, "initial_state": True, "H": 1, "HV": 2,
+        "lengths": [0, 1, 40, 0, 89],
+    },
+    "delta given gate": {
+        "dtype": "float16", "K": 64, "V": 24, "head_gate": "g", "H": 2, "HV": 4,
+        "initial_state": True, "state_v_first": True,
+    },
+    "delta without gate": {
+        "dtype": "float32", "K": 60, "V": 24, "head_gate": None, "l2norm": True,
+        "neg_eigval": True, "initial_state": True, "lengths": [0, 1, 40, 0, 89],
+    },
+    "delta wide": {
+        "dtype": "bfloat16", "K": 256, "V": 128, "head_gate": "softplus", "l2norm": True,
+        "initial_state": True, "state_v_first": True,
+    },
+    "delta odd": {
+        "dtype": "float32", "K": 100, "V": 128, "head_gate": "g", "H": 1, "HV": 2,
+        "lengths": [0, 1, 40, 0, 89],
+    },
+    "delta small": {
+        "dtype": "float32", "K": 16, "V": 24, "head_gate": "softplus", "H": 1, "l2norm": True,
+        "beta_sigmoid": True,
+    },
+}  # fmt: skip
+
+
 def paths(options):
     """The ops that serve a family."""
+    if "head_gate" in options:
+        return ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")
     if "gate" not in options:
         return PATHS
     if options["gate"] == "channel and value":
@@ -108,9 +144,11 @@ def paths(options):
 
 def arguments(family, **changes):
     """Inputs of an op: a family with some arguments of its inputs function changed."""
-    known = FAMILIES | DECAY_FAMILIES
+    known = FAMILIES | DECAY_FAMILIES | DELTA_FAMILIES
     options = {"T": 130, **known.get(family, {}), **changes}
     options["dtype"] = getattr(torch, options.get("dtype", "float32"))
+    if "head_gate" in options:
+        return gdn_inputs(gate=options.pop("head_gate"), **options)
     if "gate" not in options:
         return kda_inputs(**options)
     gate = options.pop("gate")
@@ -133,6 +171,11 @@ def compiled_families(tmp_path_factory):
 @pytest.fixture(scope="session")
 def compiled_decay_families(tmp_path_factory):
     compile_side_by_side(DECAY_FAMILIES, tmp_path_factory.getbasetemp(), "decay_families")
+
+
+@pytest.fixture(scope="session")
+def compiled_delta_families(tmp_path_factory):
+    compile_side_by_side(DELTA_FAMILIES, tmp_path_factory.getbasetemp(), "delta_families")
 
 
 def compile_side_by_side(families, folder, name):

@@ -3,11 +3,17 @@
 import pytest
 import torch
 
-from flaop.reference import kda as reference
-from flaop.testing import kda_oracle
-from flaop.validation import kda as validation
+from flaop.reference import gated_delta_rule as gdn_reference
+from flaop.reference import kda as kda_reference
+from flaop.testing import gdn_oracle, kda_oracle
+from flaop.validation import gated_delta_rule as gdn_validation
+from flaop.validation import kda as kda_validation
 
 INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+
+
+def is_kda(kwargs):
+    return kwargs["g"] is not None and kwargs["g"].ndim == 4
 
 
 @pytest.fixture
@@ -15,7 +21,9 @@ def evaluate():
     """evaluate(kind, kwargs, d_o, d_final_state): outputs, and gradients of what is not None."""
 
     def run(kind, kwargs, d_o=None, d_final_state=None):
-        call = validation.check(**kwargs)
+        kda = is_kda(kwargs)
+        call = (kda_validation if kda else gdn_validation).check(**kwargs)
+        reference = kda_reference if kda else gdn_reference
         forward = getattr(reference, f"{kind}_forward")
         backward = getattr(reference, f"{kind}_backward")
         o, final_state, *residuals = forward(call)
@@ -41,7 +49,8 @@ def expect():
     def run(kwargs, d_o=None, d_final_state=None):
         inputs = {name: kwargs[name] for name in INPUTS if kwargs[name] is not None}
         inputs = {name: x.detach().requires_grad_() for name, x in inputs.items()}
-        o, final_state = kda_oracle(**{**kwargs, **inputs})
+        oracle = kda_oracle if is_kda(kwargs) else gdn_oracle
+        o, final_state = oracle(**{**kwargs, **inputs})
         results = {"o": o.detach(), "final_state": final_state.detach()}
         loss = sum(
             (x * d_x.double()).sum()

@@ -24,10 +24,10 @@ from .tokens import (
     BLOCK,
     BLOCKS,
     block_decays,
-    by_block,
     join_tokens,
     load_decays,
     load_tokens,
+    over_blocks,
     prefix_decays,
     suffix_decays,
 )
@@ -74,34 +74,31 @@ def chunk_gla_bwd_kernel_pairs(
 
 @triton.jit
 def near_gradients(dA, b_q, b_k, b_decay, BT: tl.constexpr):
-    """(dq, dk), tuples of tokens, of the pairs j < i within blocks.
+    """(dq, dk), tuples of tokens, of the pairs j < i within blocks, by Horner's scheme:
 
-    dA: the chunk's [BT, BT].
+        dq_i = e_i (P_i,i-1 k_i-1 + e_i-1 (P_i,i-2 k_i-2 + ..)),  e the decays of tokens, P of dA,
+
+    and dk_j the same from the last token backwards. dA: the chunk's [BT, BT].
     """
-    o_b = tl.arange(0, BLOCKS)[:, None]
-    p_dA = dA + o_b * (BLOCK * BT + BLOCK)
+    p_dA = dA + tl.arange(0, BLOCKS)[:, None] * (BLOCK * BT + BLOCK)
     b_zero = tl.zeros(b_decay[0].shape, dtype=tl.float32)
     b_dq = ()
     b_dk = ()
     for _ in tl.static_range(BLOCK):
-        b_dq = b_dq + (b_zero,)
-    for j in tl.static_range(BLOCK):
-        b_rows = ()
-        b_column = b_zero
-        b_kj = b_k[j].to(tl.float32)
-        for i in tl.static_range(BLOCK):
-            b_row = b_dq[i]
-            if i > j:
-                if i == j + 1:
-                    b_w = b_decay[i]
-                else:
-                    b_w = b_w * b_decay[i]
-                b_pair = tl.load(p_dA + (i * BT + j)).to(tl.float32) * b_w
-                b_row = b_row + b_pair * b_kj
-                b_column = b_column + b_pair * b_q[i].to(tl.float32)
-            b_rows = b_rows + (b_row,)
-        b_dq = b_rows
-        b_dk = b_dk + (b_column,)
+        b_dk = b_dk + (b_zero,)
+    for i in tl.static_range(BLOCK - 1, -1, -1):
+        b_row = b_zero
+        b_columns = ()
+        b_qi = b_q[i].to(tl.float32)
+        for j in tl.static_range(BLOCK):
+            b_column = b_dk[j]
+            if j < i:
+                b_P = tl.load(p_dA + (i * BT + j)).to(tl.float32)
+                b_row = b_row * b_decay[j] + b_P * b_k[j].to(tl.float32)
+                b_column = (b_column + b_P * b_qi) * b_decay[i]
+            b_columns = b_columns + (b_column,)
+        b_dk = b_columns
+        b_dq = (b_row * b_decay[i],) + b_dq
     return b_dq, b_dk
 
 
@@ -178,21 +175,10 @@ def chunk_gla_bwd_kernel_intra(
     dtype = q.dtype.element_ty
 
     b_decay = load_decays(g + (t0 * HV + i_hv) * K, HV * K, o_k, m_k, b_len)
-    if HAS_DO:
-        p_dA += o_r * (BT * BT)
-        b_near_dq, b_near_dk = near_gradients(
-            p_dA,
-            load_tokens(q + p_qk, H * K, o_k, m_k, b_len),
-            load_tokens(k + p_qk, H * K, o_k, m_k, b_len),
-            b_decay,
-            BT,
-        )
-        b_near_dq, b_near_dk = join_tokens(b_near_dq, BK), join_tokens(b_near_dk, BK)
     b_row, b_column = prefix_decays(b_decay, 16), suffix_decays(b_decay, 16)
     b_0, b_1, b_2, b_3 = block_decays(b_row[15])
     b_row, b_column = join_tokens(b_row, BK), join_tokens(b_column, BK)
     b_one = tl.full(b_0.shape, 1.0, tl.float32)
-    i_b = (o_t // BLOCK)[:, None]
 
     # through the states
     b_dq = tl.zeros([BT, BK], dtype=tl.float32)
@@ -215,28 +201,33 @@ def chunk_gla_bwd_kernel_intra(
             b_S = tl.trans(b_S.to(STATE_DTYPE))
             b_dq = tl.dot(b_do, b_S, b_dq, input_precision=PRECISION)
 
-    o_tk = p_qk + o_t[:, None] * (H * K) + o_k[None, :]
-    b_q = tl.load(q + o_tk, mask=m_tk, other=0.0).to(tl.float32)
-    b_k = tl.load(k + o_tk, mask=m_tk, other=0.0).to(tl.float32)
-    b_dk *= b_column * by_block(i_b, b_1 * b_2 * b_3, b_2 * b_3, b_3, b_one)
+    b_qs = load_tokens(q + p_qk, H * K, o_k, m_k, b_len)
+    b_ks = load_tokens(k + p_qk, H * K, o_k, m_k, b_len)
+    b_q, b_k = join_tokens(b_qs, BK).to(tl.float32), join_tokens(b_ks, BK).to(tl.float32)
+    b_dk *= b_column * over_blocks(b_1 * b_2 * b_3, b_2 * b_3, b_3, b_one, BK)
     b_written = b_k * b_dk
     b_dlast = b_dlast * (b_0 * b_1 * b_2 * b_3) + tl.sum(b_written, 0)
     b_dG = -b_written
     if HAS_DO:
-        b_dq *= b_row * by_block(i_b, b_one, b_0, b_0 * b_1, b_0 * b_1 * b_2) * scale
-        b_dq += b_near_dq
-        b_dk += b_near_dk
-        b_dG += b_q * b_dq - b_k * b_near_dk
-
+        b_dq *= b_row * over_blocks(b_one, b_0, b_0 * b_1, b_0 * b_1 * b_2, BK) * scale
+        b_dG += b_q * b_dq
+        p_dA += o_r * (BT * BT)
         # through the pairs of different blocks
         b_dq, b_dk, b_dG = far_gradients(
             p_dA, b_q, b_k, b_row, b_column, b_dq, b_dk, b_dG, 16, BT, PRECISION, dtype
         )
-        b_row *= by_block(i_b, b_one, b_one, b_one, b_2)
-        b_column *= by_block(i_b, b_1, b_one, b_one, b_one)
+        b_row *= over_blocks(b_one, b_one, b_one, b_2, BK)
+        b_column *= over_blocks(b_1, b_one, b_one, b_one, BK)
         b_dq, b_dk, b_dG = far_gradients(
             p_dA, b_q, b_k, b_row, b_column, b_dq, b_dk, b_dG, 32, BT, PRECISION, dtype
         )
+
+        # through the pairs of the same block
+        b_near_dq, b_near_dk = near_gradients(p_dA, b_qs, b_ks, b_decay, BT)
+        b_near_dq, b_near_dk = join_tokens(b_near_dq, BK), join_tokens(b_near_dk, BK)
+        b_dq += b_near_dq
+        b_dk += b_near_dk
+        b_dG += b_q * b_near_dq - b_k * b_near_dk
         b_d = tl.load(p_dA + o_t * (BT + 1)).to(tl.float32)[:, None]
         b_dq += b_d * b_k
         b_dk += b_d * b_q

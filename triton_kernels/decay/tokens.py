@@ -92,3 +92,13 @@ def by_block(i_b, b_0, b_1, b_2, b_3):
     b_low = tl.where(i_b == 0, b_0[None, :], b_1[None, :])
     b_high = tl.where(i_b == 2, b_2[None, :], b_3[None, :])
     return tl.where(i_b < 2, b_low, b_high)
+
+
+@triton.jit
+def over_blocks(b_0, b_1, b_2, b_3, BK: tl.constexpr):
+    """[64, BK]: for the tokens of each block its vector [BK]."""
+    b_x = by_block(tl.arange(0, BLOCKS)[:, None], b_0, b_1, b_2, b_3)
+    tokens = ()
+    for _ in tl.static_range(BLOCK):
+        tokens = tokens + (b_x,)
+    return join_tokens(tokens, BK)

@@ -1,10 +1,14 @@
-"""Token-serial KDA, forward. One program owns a [K, BV] tile of one head's state in fp32 registers.
+"""Token-serial delta rule, forward. One program owns a [K, BV] tile of one head's state in fp32
+registers.
 
     S' = Diag(exp(g_t)) S;  u_t = beta_t (v_t - S'^T k_t);  S = S' + k_t u_t^T;  o_t = scale S^T q_t
 
 The output is read before the write, as S'^T q + (k . q) u: both reductions start from S' and the
 chain from token to token has one of them. Decode is T = 1. The inputs of the next token are loaded
 while the current one is computed.
+
+GATES is the number of gates of a token and head: K (KDA), 1 (gated_delta_rule) or 0 (delta_rule).
+One gate is read by every channel: what follows is the same.
 """
 
 import triton
@@ -35,6 +39,42 @@ def state_offsets(i_nh, o_k, o_v, K: tl.constexpr, V: tl.constexpr, STATE_V_FIRS
 
 
 @triton.jit
+def gate_index(o_k, GATES: tl.constexpr):
+    """Which of a token's gates each channel has."""
+    if GATES == 1:
+        return o_k * 0
+    else:
+        return o_k
+
+
+@triton.jit
+def gate_pointers(g, i_row, o_g, GATES: tl.constexpr):
+    """Pointers [BK] to the gates of a token and head i_row (int64); of no use without gates."""
+    if GATES == 0:
+        return o_g
+    else:
+        return g + (i_row * GATES + o_g)
+
+
+@triton.jit
+def load_gates(p_g, m_k, GATES: tl.constexpr):
+    """Gate arguments as stored; zeros without gates."""
+    if GATES == 0:
+        return tl.zeros(p_g.shape, dtype=tl.float32)
+    else:
+        return tl.load(p_g, mask=m_k, other=0.0)
+
+
+@triton.jit
+def decay_state(b_s, b_g, GATES: tl.constexpr):
+    """The state [BK, BV] after its decay by base-2 log gates b_g [BK]."""
+    if GATES == 0:
+        return b_s
+    else:
+        return b_s * tl.exp2(b_g)[:, None]
+
+
+@triton.jit
 def log2_gate_of(x, b_a_log, b_bias, lower_bound, USE_GATE: tl.constexpr, BOUNDED: tl.constexpr):
     """Floored base-2 log gate from the gate argument as loaded."""
     b_g = x.to(tl.float32)
@@ -45,16 +85,16 @@ def log2_gate_of(x, b_a_log, b_bias, lower_bound, USE_GATE: tl.constexpr, BOUNDE
 
 @triton.jit
 def gate_parameters(
-    A_log, dt_bias, i_hv, o_k, m_k,
-    K: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_BIAS: tl.constexpr,
+    A_log, dt_bias, i_hv, o_g, m_k,
+    GATES: tl.constexpr, HAS_A_LOG: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """A_log of the head, and its dt_bias row [BK], fp32; zeros where absent."""
     b_a_log = 0.0
     if HAS_A_LOG:
         b_a_log = tl.load(A_log + i_hv).to(tl.float32)
-    b_bias = tl.zeros(o_k.shape, dtype=tl.float32)
+    b_bias = tl.zeros(o_g.shape, dtype=tl.float32)
     if HAS_BIAS:
-        b_bias = tl.load(dt_bias + i_hv * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+        b_bias = tl.load(dt_bias + i_hv * GATES + o_g, mask=m_k, other=0.0).to(tl.float32)
     return b_a_log, b_bias
 
 
@@ -68,14 +108,14 @@ def key_row(x, USE_L2NORM: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["scale", "lower_bound", "T"])
-def fused_recurrent_kda_fwd_kernel(
+def fused_recurrent_delta_fwd_kernel(
     q,  # [B, T, H, K]
     k,  # [B, T, H, K]
     v,  # [B, T, HV, V]
-    g,  # [B, T, HV, K]
+    g,  # [B, T, HV, GATES], or None without gates
     beta,  # [B, T, HV]
     A_log,  # [HV] or None
-    dt_bias,  # [HV, K] or None
+    dt_bias,  # [HV, GATES] or None
     initial_state,  # [N, HV, K, V], or [N, HV, V, K] if STATE_V_FIRST, or None
     bounds,  # [N+1] int64 if IS_VARLEN (then B = 1), else None
     o,  # [B, T, HV, V]
@@ -88,6 +128,7 @@ def fused_recurrent_kda_fwd_kernel(
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    GATES: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     USE_L2NORM: tl.constexpr,
@@ -119,37 +160,38 @@ def fused_recurrent_kda_fwd_kernel(
         b_s = tl.load(initial_state + o_s, mask=m_s, other=0.0).to(tl.float32)
     else:
         b_s = tl.zeros([BK, BV], dtype=tl.float32)
-    b_a_log, b_bias = gate_parameters(A_log, dt_bias, i_hv, o_k, m_k, K, HAS_A_LOG, HAS_BIAS)
+    o_g = gate_index(o_k, GATES)
+    b_a_log, b_bias = gate_parameters(A_log, dt_bias, i_hv, o_g, m_k, GATES, HAS_A_LOG, HAS_BIAS)
 
     o_q = (bos * H + i_h) * K + o_k
-    o_g = (bos * HV + i_hv) * K + o_k
     o_o = (bos * HV + i_hv) * V + o_v
-    p_q, p_k, p_g = q + o_q, k + o_q, g + o_g
+    p_q, p_k = q + o_q, k + o_q
+    p_g = gate_pointers(g, bos * HV + i_hv, o_g, GATES)
     p_v, p_beta = v + o_o, beta + bos * HV + i_hv
     p_o = o + o_o
     more = bos < eos
     b_q = tl.load(p_q, mask=m_k & more, other=0.0)
     b_k = tl.load(p_k, mask=m_k & more, other=0.0)
-    b_g = tl.load(p_g, mask=m_k & more, other=0.0)
+    b_g = load_gates(p_g, m_k & more, GATES)
     b_v = tl.load(p_v, mask=m_v & more, other=0.0)
     b_beta = tl.load(p_beta, mask=more, other=0.0)
     for t in range(bos, eos):
         more = t + 1 < eos
         p_q += H * K
         p_k += H * K
-        p_g += HV * K
+        p_g += HV * GATES
         p_v += HV * V
         p_beta += HV
         n_q = tl.load(p_q, mask=m_k & more, other=0.0)
         n_k = tl.load(p_k, mask=m_k & more, other=0.0)
-        n_g = tl.load(p_g, mask=m_k & more, other=0.0)
+        n_g = load_gates(p_g, m_k & more, GATES)
         n_v = tl.load(p_v, mask=m_v & more, other=0.0)
         n_beta = tl.load(p_beta, mask=more, other=0.0)
 
         b_q = key_row(b_q, USE_L2NORM) * scale
         b_k = key_row(b_k, USE_L2NORM)
         b_g = log2_gate_of(b_g, b_a_log, b_bias, lower_bound, USE_GATE, BOUNDED)
-        b_s *= tl.exp2(b_g)[:, None]
+        b_s = decay_state(b_s, b_g, GATES)
         b_u = b_v.to(tl.float32) - tl.sum(b_s * b_k[:, None], 0)
         b_u *= beta_fwd(b_beta.to(tl.float32), USE_BETA_SIGMOID, NEG_EIGVAL)
         b_o = tl.sum(b_s * b_q[:, None], 0) + tl.sum(b_q * b_k, 0) * b_u

@@ -1,4 +1,5 @@
-"""Token-serial KDA, backward. S' is the decayed state, D the gradient of the state after the write.
+"""Token-serial delta rule, backward. S' is the decayed state, D the gradient of the state after the
+write; GATES as in recurrent.py.
 
     reverse in time   dk_write = D u;  D += scale q do^T;  du = D^T k;  dv = beta du;
                       D -= k dv^T;  D *= exp(g)            (the D that is left is d_initial_state)
@@ -20,7 +21,17 @@ import triton
 import triton.language as tl
 
 from .gates import LOG2_GATE_FLOOR, LOG2E, beta_bwd, beta_fwd, gate_bwd, l2norm_bwd, l2norm_fwd
-from .recurrent import gate_parameters, key_row, log2_gate_of, sequence_range, state_offsets
+from .recurrent import (
+    decay_state,
+    gate_index,
+    gate_parameters,
+    gate_pointers,
+    key_row,
+    load_gates,
+    log2_gate_of,
+    sequence_range,
+    state_offsets,
+)
 
 
 @triton.jit
@@ -32,13 +43,13 @@ def ends_chunk(i_t, bos, eos, CHUNK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["scale", "lower_bound", "T", "tokens"])
-def fused_recurrent_kda_bwd_kernel_reverse(
+def fused_recurrent_delta_bwd_kernel_reverse(
     q,  # [B, T, H, K]
     k,  # [B, T, H, K]
-    g,  # [B, T, HV, K]
+    g,  # [B, T, HV, GATES], or None without gates
     beta,  # [B, T, HV]
     A_log,  # [HV] or None
-    dt_bias,  # [HV, K] or None
+    dt_bias,  # [HV, GATES] or None
     bounds,  # [N+1] int64 if IS_VARLEN (then B = 1), else None
     u,  # [B, T, HV, V] fp32
     do,  # [B, T, HV, V]
@@ -56,6 +67,7 @@ def fused_recurrent_kda_bwd_kernel_reverse(
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    GATES: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -87,7 +99,8 @@ def fused_recurrent_kda_bwd_kernel_reverse(
         b_d = tl.load(dht + o_s, mask=m_s, other=0.0).to(tl.float32)
     else:
         b_d = tl.zeros([BK, BV], dtype=tl.float32)
-    b_a_log, b_bias = gate_parameters(A_log, dt_bias, i_hv, o_k, m_k, K, HAS_A_LOG, HAS_BIAS)
+    o_g = gate_index(o_k, GATES)
+    b_a_log, b_bias = gate_parameters(A_log, dt_bias, i_hv, o_g, m_k, GATES, HAS_A_LOG, HAS_BIAS)
 
     p_dk = dk_write + (i_v.to(tl.int64) * tokens * HV + i_hv) * K + o_k
     for i in range(0, eos - bos):
@@ -99,7 +112,7 @@ def fused_recurrent_kda_bwd_kernel_reverse(
         o_o = (i_t * HV + i_hv) * V + o_v
         b_q = key_row(tl.load(q + o_q, mask=m_k, other=0.0), USE_L2NORM) * scale
         b_k = key_row(tl.load(k + o_q, mask=m_k, other=0.0), USE_L2NORM)
-        b_g = tl.load(g + (i_t * HV + i_hv) * K + o_k, mask=m_k, other=0.0)
+        b_g = load_gates(gate_pointers(g, i_t * HV + i_hv, o_g, GATES), m_k, GATES)
         b_g = log2_gate_of(b_g, b_a_log, b_bias, lower_bound, USE_GATE, BOUNDED)
         b_beta = tl.load(beta + i_t * HV + i_hv).to(tl.float32)
         b_beta = beta_fwd(b_beta, USE_BETA_SIGMOID, NEG_EIGVAL)
@@ -111,7 +124,7 @@ def fused_recurrent_kda_bwd_kernel_reverse(
         b_du = tl.sum(b_d * b_k[:, None], 0) + b_do * tl.sum(b_q * b_k, 0)
         b_dv = b_beta * b_du
         b_d += b_q[:, None] * b_do[None, :] - b_k[:, None] * b_dv[None, :]
-        b_d *= tl.exp2(b_g)[:, None]
+        b_d = decay_state(b_d, b_g, GATES)
         tl.store(dv + o_o, b_dv.to(dv.dtype.element_ty), mask=m_v)
         tl.store(du + o_o, b_du, mask=m_v)
         tl.store(p_dk + i_t * (HV * K), b_dk, mask=m_k)
@@ -120,13 +133,13 @@ def fused_recurrent_kda_bwd_kernel_reverse(
 
 
 @triton.jit(do_not_specialize=["scale", "lower_bound", "T", "N", "tokens"])
-def fused_recurrent_kda_bwd_kernel_forward(
+def fused_recurrent_delta_bwd_kernel_forward(
     k,  # [B, T, H, K]
     v,  # [B, T, HV, V]
-    g,  # [B, T, HV, K]
+    g,  # [B, T, HV, GATES], or None without gates
     beta,  # [B, T, HV]
     A_log,  # [HV] or None
-    dt_bias,  # [HV, K] or None
+    dt_bias,  # [HV, GATES] or None
     initial_state,  # [N, HV, K, V], or [N, HV, V, K] if STATE_V_FIRST, or None
     bounds,  # [N+1] int64 if IS_VARLEN (then B = 1), else None
     u,  # [B, T, HV, V] fp32
@@ -149,6 +162,7 @@ def fused_recurrent_kda_bwd_kernel_forward(
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    GATES: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -180,7 +194,8 @@ def fused_recurrent_kda_bwd_kernel_forward(
         b_s = tl.load(initial_state + o_s, mask=m_s, other=0.0).to(tl.float32)
     else:
         b_s = tl.zeros([BK, BV], dtype=tl.float32)
-    b_a_log, b_bias = gate_parameters(A_log, dt_bias, i_hv, o_k, m_k, K, HAS_A_LOG, HAS_BIAS)
+    o_g = gate_index(o_k, GATES)
+    b_a_log, b_bias = gate_parameters(A_log, dt_bias, i_hv, o_g, m_k, GATES, HAS_A_LOG, HAS_BIAS)
 
     o_tile = i_v.to(tl.int64) * tokens * HV + i_hv
     # the write waits for the next token: what is left after the last is its S'
@@ -189,13 +204,12 @@ def fused_recurrent_kda_bwd_kernel_forward(
     for start in range(bos, eos, CHUNK):
         end = tl.minimum(start + CHUNK, eos)
         for i_t in range(start, end):
-            o_g = (i_t * HV + i_hv) * K + o_k
             o_o = (i_t * HV + i_hv) * V + o_v
-            b_g = tl.load(g + o_g, mask=m_k, other=0.0)
+            b_g = load_gates(gate_pointers(g, i_t * HV + i_hv, o_g, GATES), m_k, GATES)
             b_g = log2_gate_of(b_g, b_a_log, b_bias, lower_bound, USE_GATE, BOUNDED)
             b_beta = tl.load(beta + i_t * HV + i_hv).to(tl.float32)
             b_beta = beta_fwd(b_beta, USE_BETA_SIGMOID, NEG_EIGVAL)
-            b_s = (b_s + b_k[:, None] * b_u[None, :]) * tl.exp2(b_g)[:, None]
+            b_s = decay_state(b_s + b_k[:, None] * b_u[None, :], b_g, GATES)
             b_k = tl.load(k + (i_t * H + i_h) * K + o_k, mask=m_k, other=0.0)
             b_k = key_row(b_k, USE_L2NORM)
             b_v = tl.load(v + o_o, mask=m_v, other=0.0).to(tl.float32)
@@ -224,7 +238,7 @@ def fused_recurrent_kda_bwd_kernel_forward(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def fused_recurrent_kda_bwd_kernel_qk(
+def fused_recurrent_delta_bwd_kernel_qk(
     q,  # [B, T, H, K]
     k,  # [B, T, H, K]
     dq_state,  # [NV, B, T, HV, K] fp32
@@ -286,13 +300,13 @@ def sum_of_tiles(p, m_k, rows, HV: tl.constexpr, K: tl.constexpr, NV: tl.constex
 
 
 @triton.jit(do_not_specialize=["lower_bound", "T", "N", "tokens"])
-def fused_recurrent_kda_bwd_kernel_gate(
+def fused_recurrent_delta_bwd_kernel_gate(
     q,  # [B, T, H, K]
     k,  # [B, T, H, K]
-    g,  # [B, T, HV, K]
+    g,  # [B, T, HV, GATES], or None without gates
     beta,  # [B, T, HV]
     A_log,  # [HV] or None
-    dt_bias,  # [HV, K] or None
+    dt_bias,  # [HV, GATES] or None
     bounds,  # [N+1] int64 if IS_VARLEN (then B = 1), else None
     dq_state,  # [NV, B, T, HV, K] fp32
     dk_write,  # [NV, B, T, HV, K] fp32
@@ -300,10 +314,10 @@ def fused_recurrent_kda_bwd_kernel_gate(
     dbeta_parts,  # [NV, B, T, HV] fp32
     dg_chunk,  # [NV, ceil(tokens / CHUNK), HV, K] fp32
     dg_end,  # [NV, N, HV, K] fp32, or None
-    dg,  # [B, T, HV, K]
+    dg,  # as g
     dbeta,  # [B, T, HV]
     dA_log,  # [N, HV] fp32: one term a sequence, 0 unless USE_GATE
-    d_dt_bias,  # [N, HV, K] fp32, likewise
+    d_dt_bias,  # [N, HV, GATES] fp32, likewise
     lower_bound,
     T,
     N,
@@ -311,6 +325,7 @@ def fused_recurrent_kda_bwd_kernel_gate(
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
+    GATES: tl.constexpr,
     NV: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
@@ -331,20 +346,22 @@ def fused_recurrent_kda_bwd_kernel_gate(
     bos, eos = sequence_range(bounds, i_n, T, IS_VARLEN)
     o_k = tl.arange(0, BK)
     m_k = o_k < K
-    b_a_log, b_bias = gate_parameters(A_log, dt_bias, i_hv, o_k, m_k, K, HAS_A_LOG, HAS_BIAS)
+    BG: tl.constexpr = BK if GATES > 1 else 1
+    o_g = tl.arange(0, BG)
+    m_g = o_g < GATES
+    b_a_log, b_bias = gate_parameters(A_log, dt_bias, i_hv, o_g, m_g, GATES, HAS_A_LOG, HAS_BIAS)
 
     b_suffix = tl.zeros([BK], dtype=tl.float32)  # what comes from behind the block
     if HAS_DHT:
         b_suffix = sum_of_tiles(dg_end + i_nh * K + o_k, m_k, N, HV, K, NV)
-    b_da = tl.zeros([BK], dtype=tl.float32)
-    b_dbias = tl.zeros([BK], dtype=tl.float32)
+    b_da = tl.zeros([BG], dtype=tl.float32)
+    b_dbias = tl.zeros([BG], dtype=tl.float32)
     blocks = tl.cdiv(eos - bos, BT)
     for i in range(0, blocks):
         i_t = bos + (blocks - 1 - i) * BT + tl.arange(0, BT)
         m_t = i_t < eos
         m_tk = m_t[:, None] & m_k[None, :]
         o_q = (i_t * H + i_h)[:, None] * K + o_k[None, :]
-        o_g = (i_t * HV + i_hv)[:, None] * K + o_k[None, :]
         b_q = tl.load(q + o_q, mask=m_tk, other=0.0).to(tl.float32)
         b_k = tl.load(k + o_q, mask=m_tk, other=0.0).to(tl.float32)
         if USE_L2NORM:
@@ -367,21 +384,26 @@ def fused_recurrent_kda_bwd_kernel_gate(
             b_c += b_q * b_dq + b_k * b_dk
             b_dbeta += tl.load(dbeta_parts + i_row, mask=m_t, other=0.0)
             i_row += tl.cast(tokens, tl.int64) * HV
-        b_dg = tl.cumsum(b_c, 0, reverse=True) + b_suffix[None, :]
-        b_suffix += tl.sum(b_c, 0)
-
-        b_g = tl.load(g + o_g, mask=m_tk, other=0.0).to(tl.float32)
-        if USE_GATE:
-            b_dg, b_da_t = gate_bwd(b_dg, b_g, b_a_log, b_bias[None, :], lower_bound, BOUNDED)
-            b_da += tl.sum(tl.where(m_tk, b_da_t, 0.0), 0)
-            b_dbias += tl.sum(tl.where(m_tk, b_dg, 0.0), 0)
-        else:
-            # at the floor the gate is constant
-            b_dg = tl.where(b_g * LOG2E > LOG2_GATE_FLOOR, b_dg, 0.0)
-        tl.store(dg + o_g, b_dg.to(dg.dtype.element_ty), mask=m_tk)
+        if GATES > 0:
+            b_dg = tl.cumsum(b_c, 0, reverse=True) + b_suffix[None, :]
+            b_suffix += tl.sum(b_c, 0)
+            if BG == 1:
+                # the gate of all channels
+                b_dg = tl.sum(b_dg, 1, keep_dims=True)
+            m_tg = m_t[:, None] & m_g[None, :]
+            p_g = (i_t * HV + i_hv)[:, None] * GATES + o_g[None, :]
+            b_g = tl.load(g + p_g, mask=m_tg, other=0.0).to(tl.float32)
+            if USE_GATE:
+                b_dg, b_da_t = gate_bwd(b_dg, b_g, b_a_log, b_bias[None, :], lower_bound, BOUNDED)
+                b_da += tl.sum(tl.where(m_tg, b_da_t, 0.0), 0)
+                b_dbias += tl.sum(tl.where(m_tg, b_dg, 0.0), 0)
+            else:
+                # at the floor the gate is constant
+                b_dg = tl.where(b_g * LOG2E > LOG2_GATE_FLOOR, b_dg, 0.0)
+            tl.store(dg + p_g, b_dg.to(dg.dtype.element_ty), mask=m_tg)
         o_b = i_t * HV + i_hv
         b_beta = tl.load(beta + o_b, mask=m_t, other=0.0).to(tl.float32)
         b_dbeta = beta_bwd(b_dbeta, b_beta, USE_BETA_SIGMOID, NEG_EIGVAL)
         tl.store(dbeta + o_b, b_dbeta.to(dbeta.dtype.element_ty), mask=m_t)
     tl.store(dA_log + i_nh, tl.sum(b_da, 0))
-    tl.store(d_dt_bias + i_nh * K + o_k, b_dbias, mask=m_k)
+    tl.store(d_dt_bias + i_nh * GATES + o_g, b_dbias, mask=m_g)

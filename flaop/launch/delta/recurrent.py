@@ -1,4 +1,8 @@
-"""Launchers of token-serial KDA. Nothing is read on the host."""
+"""Launchers of the token-serial delta rule. Nothing is read on the host.
+
+A call is one of KDA or of gated_delta_rule (flaop.validation.kda, .gated_delta_rule): g has a gate
+per channel [B, T, HV, K], one per head [B, T, HV], or is None.
+"""
 
 import torch
 
@@ -8,11 +12,11 @@ from flaop.triton_kernels.configs import recurrent as configs
 from flaop.triton_kernels.delta import recurrent as fwd
 from flaop.triton_kernels.delta import recurrent_bwd as bwd
 
-_fwd = Kernel(fwd.fused_recurrent_kda_fwd_kernel)
-_bwd_reverse = Kernel(bwd.fused_recurrent_kda_bwd_kernel_reverse)
-_bwd_forward = Kernel(bwd.fused_recurrent_kda_bwd_kernel_forward)
-_bwd_qk = Kernel(bwd.fused_recurrent_kda_bwd_kernel_qk)
-_bwd_gate = Kernel(bwd.fused_recurrent_kda_bwd_kernel_gate)
+_fwd = Kernel(fwd.fused_recurrent_delta_fwd_kernel)
+_bwd_reverse = Kernel(bwd.fused_recurrent_delta_bwd_kernel_reverse)
+_bwd_forward = Kernel(bwd.fused_recurrent_delta_bwd_kernel_forward)
+_bwd_qk = Kernel(bwd.fused_recurrent_delta_bwd_kernel_qk)
+_bwd_gate = Kernel(bwd.fused_recurrent_delta_bwd_kernel_gate)
 
 CHUNK = 64  # tokens of one suffix sum of the gate gradient
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -30,6 +34,11 @@ def _table(call):
 
 def _bounds(table):
     return None if table is None else table.bounds
+
+
+def _gates(call):
+    """Gates of a token and value head."""
+    return 0 if call.g is None else call.g.shape[3:].numel()
 
 
 def _activations(call):
@@ -65,7 +74,8 @@ def _launch_forward(call, store_u):
         final_state = call.q.new_empty(call.state_shape, dtype=torch.float32)
     tile, options = _config(configs.fused_recurrent_fwd, call, call.state_v_first)
     constants = {
-        "H": call.H, "HV": call.HV, "K": call.K, "V": call.V, **tile, **_activations(call),
+        "H": call.H, "HV": call.HV, "K": call.K, "V": call.V, "GATES": _gates(call),
+        **tile, **_activations(call),
         "HAS_INITIAL_STATE": call.initial_state is not None,
         "STORE_FINAL_STATE": call.output_final_state,
         "STORE_U": store_u,
@@ -108,8 +118,8 @@ def _launch_reverse(call, table, u, do, dht, want_dh0):
     dh = u.new_empty(-(-call.B * call.T // CHUNK), *call.state_shape[1:])
     dh0 = torch.empty_like(call.initial_state) if want_dh0 else None
     constants = {
-        "H": call.H, "HV": call.HV, "K": call.K, "V": call.V, **tile, "CHUNK": CHUNK,
-        **_activations(call),
+        "H": call.H, "HV": call.HV, "K": call.K, "V": call.V, "GATES": _gates(call),
+        **tile, "CHUNK": CHUNK, **_activations(call),
         "HAS_DHT": dht is not None,
         "STORE_DH0": want_dh0,
         "STATE_V_FIRST": call.state_v_first,
@@ -139,8 +149,8 @@ def _launch_recompute(call, table, u, do, du, dh, dht):
     dg_chunk = u.new_empty(tiles, dh.shape[0], call.HV, call.K)
     dg_end = None if dht is None else u.new_empty(tiles, call.N, call.HV, call.K)
     constants = {
-        "H": call.H, "HV": call.HV, "K": call.K, "V": call.V, **tile, "CHUNK": CHUNK,
-        **_activations(call),
+        "H": call.H, "HV": call.HV, "K": call.K, "V": call.V, "GATES": _gates(call),
+        **tile, "CHUNK": CHUNK, **_activations(call),
         "HAS_INITIAL_STATE": call.initial_state is not None,
         "HAS_DHT": dht is not None,
         "STATE_V_FIRST": call.state_v_first,
@@ -172,17 +182,18 @@ def _launch_qk(call, table, dq_state, dk_write, dk_erase, dot):
 
 
 def _launch_gate(call, table, dq_state, dk_write, dk_erase, dbeta_parts, dg_chunk, dg_end):
-    """dg, dbeta in the inputs' dtype; dA_log [N, HV] and d_dt_bias [N, HV, K] fp32.
+    """dg (or None), dbeta in the inputs' dtype; dA_log [N, HV], d_dt_bias [N, HV, gates] fp32.
 
     Grid: N x HV.
     """
     tile, options = _config(configs.fused_recurrent_bwd_rows, call)
-    dg, dbeta = torch.empty_like(call.g), torch.empty_like(call.beta)
+    dg = None if call.g is None else torch.empty_like(call.g)
+    dbeta = torch.empty_like(call.beta)
     dA_log = dq_state.new_empty(call.N, call.HV)
-    d_dt_bias = dq_state.new_empty(call.N, call.HV, call.K)
+    d_dt_bias = dq_state.new_empty(call.N, call.HV, _gates(call))
     constants = {
-        "H": call.H, "HV": call.HV, "K": call.K, "NV": dq_state.shape[0], **tile,
-        "CHUNK": CHUNK, **_activations(call),
+        "H": call.H, "HV": call.HV, "K": call.K, "GATES": _gates(call),
+        "NV": dq_state.shape[0], **tile, "CHUNK": CHUNK, **_activations(call),
         "HAS_DHT": dg_end is not None,
     }  # fmt: skip
     args = (
@@ -192,7 +203,8 @@ def _launch_gate(call, table, dq_state, dk_write, dk_erase, dbeta_parts, dg_chun
         call.lower_bound or 0.0, call.T, call.N, call.B * call.T,
     )  # fmt: skip
     _bwd_gate((call.N * call.HV,), args, constants, **options)
-    zero_outside(dg, table)
+    if dg is not None:
+        zero_outside(dg, table)
     zero_outside(dbeta, table)
     return dg, dbeta, dA_log, d_dt_bias
 
@@ -201,7 +213,8 @@ def backward(call, d_o, d_final_state, u, grad_mask):
     """Gradients of (q, k, v, g, beta, A_log, dt_bias, initial_state), None where not asked for.
 
     d_o [B, T, HV, V] or None; d_final_state as final_state or None; u from forward_residuals.
-    Memory in fp32: V tiles x three copies of g, one of v, and a state for each 64 tokens.
+    Memory in fp32: V tiles x three keys per token and value head, one copy of v, and a state for
+    each 64 tokens.
     """
     call, table = _prepared(call), _table(call)
     inputs = (

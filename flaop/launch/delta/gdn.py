@@ -1,0 +1,84 @@
+"""Chunk-parallel gated delta rule on the GPU: forward with and without residuals, backward.
+
+Every function takes the checked call (flaop.validation.gated_delta_rule.GdnCall) with at least one
+token and sequence.
+"""
+
+import torch
+
+from ..kernel import prepare
+from ..table import zero_outside, zero_unused
+from .gdn_stages import run_intra_backward, run_pairs, run_scan, run_scan_backward
+from .problem import CHUNK, scalar_problem
+from .stages import new_states
+
+
+def _pair_matrices(p):
+    """Room for A and A_qk, [B, T, HV, BT] in the input dtype."""
+    shape = (p.call.B, p.call.T, p.call.HV, CHUNK)
+    return p.q.new_empty(shape), p.q.new_empty(shape)
+
+
+def _values(p):
+    """[B, T, HV, V] in the input dtype; zero where no sequence lies."""
+    x = torch.empty_like(p.v)
+    zero_outside(x, p.table)
+    return x
+
+
+def _final_state(p):
+    # always there: whether it is asked for compiles nothing
+    return p.v.new_empty(p.state_shape, dtype=torch.float32)
+
+
+def forward(call):
+    """(o, final_state or None), keeping nothing.
+
+    Workspace: A, A_qk and nine fp32 numbers a token and value head.
+    """
+    p = scalar_problem(call)
+    A, A_qk = _pair_matrices(p)
+    o, ht = _values(p), _final_state(p)
+    factors = run_pairs(p, A, A_qk)
+    run_scan(p, factors, A, A_qk, o=o, ht=ht)
+    return o, ht if call.output_final_state else None
+
+
+def forward_residuals(call):
+    """(o, final_state or None, A, A_qk, v_new, h); the last two None unless `disable_recompute`
+    keeps them."""
+    p = scalar_problem(call)
+    A, A_qk = _pair_matrices(p)
+    for x in (A, A_qk):
+        zero_outside(x, p.table)
+    o, ht = _values(p), _final_state(p)
+    v_new = h = None
+    if call.disable_recompute:
+        v_new, h = _values(p), new_states(p)
+        zero_unused(h, p.table)
+    factors = run_pairs(p, A, A_qk)
+    run_scan(p, factors, A, A_qk, o=o, v_new=v_new, h=h, ht=ht)
+    return o, ht if call.output_final_state else None, A, A_qk, v_new, h
+
+
+def backward(call, d_o, d_final_state, residuals, grad_mask):
+    """(dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0), None where not asked for.
+
+    residuals: A, A_qk, v_new, h; the last two are recomputed if empty.
+    """
+    p = scalar_problem(call)
+    do, dht = prepare(d_o), prepare(d_final_state)
+    A, A_qk, v_new, h = residuals
+    factors = run_pairs(p)
+    if h.numel() == 0:
+        v_new, h = torch.empty_like(p.v), new_states(p)
+        run_scan(p, factors, A, v_new=v_new, h=h)
+    want_dh0 = p.h0 is not None and grad_mask[7]
+    dR, dh, dh0 = run_scan_backward(p, factors, A, A_qk, do, dht, want_dh0)
+    dq, dk, dv, dg, dbeta, dA_log, ddt_bias = run_intra_backward(p, factors, v_new, h, do, dR, dh)
+    if dA_log is not None:
+        dA_log = dA_log.sum((0, 1)).to(p.A_log.dtype)
+    if ddt_bias is not None:
+        ddt_bias = ddt_bias.sum((0, 1)).to(p.dt_bias.dtype)
+    grads = (dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0)
+    return tuple(x if wanted else None for x, wanted in zip(grads, grad_mask, strict=True))
