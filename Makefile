@@ -32,11 +32,11 @@ demo: install
 	$(PYTHON) -m flaop demo $(ARGS)
 
 # The interpreter must be chosen before a kernel is imported: its tests are a process of their own, and
-# so are those that compile kernels ahead of time.
+# so are those that compile kernels ahead of time (with processes of their own).
 test: install
 	@failed=0; \
 	TRITON_INTERPRET=1 $(PYTEST_CPU) tests/kernels $(ARGS) || failed=1; \
-	$(PYTEST_CPU) tests/kernels/test_aot.py $(ARGS) || failed=1; \
+	$(PYTEST) -m "not slow and not gpu" tests/kernels/test_aot.py $(ARGS) || failed=1; \
 	$(PYTEST_CPU) --ignore=tests/kernels tests $(ARGS) || failed=1; \
 	exit $$failed
 

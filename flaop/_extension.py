@@ -11,7 +11,7 @@ _HOW_TO_BUILD = "run `pip install --no-build-isolation -e .` in flaop's source f
 
 
 def _unusable(problem: str) -> Exception:
-    """An ImportError; for `python -m flaop ...`, where nothing can catch it, an end with status 1."""
+    """An ImportError; `python -m flaop ...`, where nothing can catch it, ends with status 1."""
     sentence = f"flaop's {problem}: {_HOW_TO_BUILD}"
     module = sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1] if "-m" in sys.orig_argv else []
     return SystemExit(sentence) if module == ["flaop"] else ImportError(sentence)

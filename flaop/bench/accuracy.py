@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from flaop.bench import families
 from flaop.bench.case import Case, leaves
 
 TOKENS = 160
@@ -68,14 +69,6 @@ class Slice:
         return part
 
 
-def _attention_oracle(q, k, v):
-    q, k = (x.double().transpose(1, 2) for x in (q, k))
-    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    weights = scores.masked_fill(future, float("-inf")).softmax(-1)
-    return (weights @ v.double().transpose(1, 2)).transpose(1, 2), None
-
-
 def output_gradient(case: Case, o: torch.Tensor) -> torch.Tensor:
     """Gradient of o for the check: random inside the slice, zero elsewhere."""
     part = Slice(case)
@@ -89,11 +82,10 @@ def output_gradient(case: Case, o: torch.Tensor) -> torch.Tensor:
 
 def relative_errors(case: Case, function, inputs: dict) -> dict[str, float]:
     """Relative L2 error of each output (and gradient, in mode fwdbwd) of ``function(**inputs)``."""
-    from flaop.testing import kda_oracle, relative_error
+    from flaop.testing import relative_error
 
     part = Slice(case)
-    attention = case.op == "scaled_dot_product_attention"
-    oracle = _attention_oracle if attention else kda_oracle
+    oracle = families.oracle(case.op)
     small = part.inputs(inputs)
 
     with torch.set_grad_enabled(case.mode == "fwdbwd"):

@@ -8,11 +8,13 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from flaop.bench.families import ATTENTION, family, family_name
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 GATES = ("fast", "slow", "mixed")
-GATE_KINDS = ("bounded", "softplus", "precomputed")
+PRECOMPUTED = "precomputed"
+GATE_KINDS = ("bounded", "softplus", PRECOMPUTED)
 MODES = ("fwd", "fwdbwd", "step")
-OPS = ("chunk_kda", "fused_recurrent_kda", "kda", "scaled_dot_product_attention")
 
 PRESETS = {
     "h96": "B1T8192H96K128V128",
@@ -20,6 +22,7 @@ PRESETS = {
     "h32": "B1T8192H32K128V128",
     "long": "B1T65536H32K128V128",
     "batch": "B8T2048H32K128V128",
+    "wide": "B8T2048H32K256V256",
     "packed": "B1T8192H96K128V128N8",
     "decode1": "B1T1H32K128V128",
     "decode32": "B32T1H32K128V128",
@@ -107,12 +110,20 @@ class Case:
     device: str
     seed: int = 0
     state_v_first: bool = False
+    split_size: int = 0
 
     def __post_init__(self):
-        if self.mode == "step" and self.op and (self.op not in ("fused_recurrent_kda", "kda")):
+        serves_step = not self.op.startswith("chunk_") and self.op != ATTENTION
+        if self.mode == "step" and not serves_step:
             raise ValueError(f"mode step measures one decode token: {self.op} does not serve it")
         if self.mode == "step" and set(self.shape.lengths or (self.shape.T,)) != {1}:
             raise ValueError(f"mode step measures one token: the shape {self.shape} needs T1")
+        if family(self.op).decay and self.gate_kind != PRECOMPUTED:
+            raise ValueError(f"{self.op} has no gate in its kernel: the gate kind is {PRECOMPUTED}")
+        if self.split_size and not self.op.startswith("chunk_"):
+            raise ValueError(f"split_size changes nothing for {self.op}: measure a chunk op")
+        if self.split_size and not family(self.op).decay:
+            raise ValueError(f"{self.op} has no split_size")
 
     def to_dict(self) -> dict:
         return asdict(self)
@@ -125,25 +136,29 @@ class Case:
 
     @property
     def options(self) -> dict:
-        """How ``flaop.testing.kda_inputs`` is asked for the inputs; recorded in the JSON too."""
+        """How ``flaop.testing`` is asked for the inputs; recorded in the JSON too."""
         state = self.mode == "step"
-        return {
+        common = {
             "gates": self.gates,
-            "gate_in_kernel": None if self.gate_kind == "precomputed" else self.gate_kind,
-            "l2norm": True,
-            "beta_sigmoid": True,
             "initial_state": state,
             "output_final_state": state,
             "state_v_first": self.state_v_first,
             "seed": self.seed,
         }
+        if family(self.op).decay:
+            return common
+        kind = None if self.gate_kind == PRECOMPUTED else self.gate_kind
+        return {**common, "gate_in_kernel": kind, "l2norm": True, "beta_sigmoid": True}
 
 
 def build_inputs(case: Case) -> dict:
     """Keyword arguments of the op for this case: one set of values for all contenders and modes."""
-    inputs = _values(replace(case, op="", mode="step" if case.mode == "step" else "fwd"))
-    if case.op == "scaled_dot_product_attention":
+    mode = "step" if case.mode == "step" else "fwd"
+    inputs = _values(replace(case, op=family_name(case.op), mode=mode, split_size=0))
+    if case.op == ATTENTION:
         inputs = {name: inputs[name] for name in ("q", "k", "v")}
+    if case.split_size:
+        inputs = {**inputs, "split_size": case.split_size}
     return {
         name: value.detach().requires_grad_(case.mode == "fwdbwd" and value.is_floating_point())
         if isinstance(value, torch.Tensor)
@@ -155,18 +170,12 @@ def build_inputs(case: Case) -> dict:
 # One entry: modes and contenders of a case follow each other, and large inputs take long to draw.
 @functools.lru_cache(maxsize=1)
 def _values(case: Case) -> dict:
-    from flaop.testing import kda_inputs
-
     s = case.shape
     lengths = None if s.lengths is None else list(s.lengths)
-    inputs = kda_inputs(
+    return family(case.op).inputs(
         s.B, s.T, s.H, s.HV, s.K, s.V,
         dtype=DTYPES[case.dtype], device=case.device, lengths=lengths, **case.options,
     )  # fmt: skip
-    if inputs["dt_bias"] is not None:
-        # Flat, because fla returns its gradient flat.
-        inputs["dt_bias"] = inputs["dt_bias"].flatten()
-    return inputs
 
 
 def tensors(inputs: dict) -> dict[str, torch.Tensor]:

@@ -9,13 +9,24 @@ from pathlib import Path
 
 import torch
 
-from flaop.bench import plot, report, suites
-from flaop.bench.case import DTYPES, GATE_KINDS, GATES, MODES, OPS, PRESETS, Case, parse_shape
+from flaop.bench import decay_suite, plot, report, suites
+from flaop.bench.case import (
+    DTYPES,
+    GATE_KINDS,
+    GATES,
+    MODES,
+    PRECOMPUTED,
+    PRESETS,
+    Case,
+    parse_shape,
+)
 from flaop.bench.contenders import PEERS
+from flaop.bench.families import ATTENTION, OPS, family
 from flaop.bench.runner import Settings, run_case
 from flaop.bench.suites import Entry
 
 AUTO = "auto"
+SUITES = ("foundation", "decay", "crossover")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -24,11 +35,11 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m flaop bench",
         description="Measure flaop and, where asked, its peers. Columns: docs/bench.md.",
     )
-    p.add_argument("--suite", choices=("foundation", "crossover"), help="a fixed set of cases")
+    p.add_argument("--suite", choices=SUITES, help="a fixed set of cases")
     p.add_argument(
         "--only", metavar="TEXT", help="of a suite: only cases whose label contains TEXT"
     )
-    p.add_argument("--op", nargs="+", choices=(*OPS[:3], "crossover"), help="default: by mode")
+    p.add_argument("--op", nargs="+", choices=(*OPS, "crossover"), help="default: KDA, by mode")
     p.add_argument(
         "--shape",
         nargs="+",
@@ -37,7 +48,20 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--lengths", help="packed lengths, such as 1300,547,2048 (their sum replaces T)")
     p.add_argument("--mode", nargs="+", choices=MODES, default=["fwd"])
     p.add_argument("--gates", nargs="+", choices=GATES, default=["mixed"])
-    p.add_argument("--gate-kind", nargs="+", choices=GATE_KINDS, default=["bounded"])
+    p.add_argument(
+        "--gate-kind",
+        nargs="+",
+        choices=GATE_KINDS,
+        help="default: bounded; precomputed for ops without a gate in the kernel",
+    )
+    p.add_argument(
+        "--split-size",
+        nargs="+",
+        type=int,
+        default=[0],
+        metavar="TOKENS",
+        help="of the chunk ops of the decay families; 0: none",
+    )
     p.add_argument("--dtype", choices=tuple(DTYPES), help="default: bf16 on a GPU, fp32 on a CPU")
     p.add_argument("--device", help="default: cuda if there is a GPU, else cpu")
     p.add_argument("--state-v-first", action="store_true", help="states as [N, HV, V, K]")
@@ -81,6 +105,8 @@ def plan(args: argparse.Namespace, device: str) -> list[Entry]:
     dtype = args.dtype or ("bf16" if device.startswith("cuda") else "fp32")
     if args.suite == "foundation":
         entries = suites.foundation(device, args.seed)
+    elif args.suite == "decay":
+        entries = decay_suite.decay(device, args.seed)
     elif args.suite == "crossover" or args.op == ["crossover"]:
         if args.shape and len(args.shape) > 1:
             raise ValueError("the crossover takes one --shape; its T is replaced")
@@ -99,17 +125,20 @@ def _products(args: argparse.Namespace, device: str, dtype: str):
     if args.op and "crossover" in args.op:
         raise ValueError("--op crossover stands alone")
     lengths = _lengths(args.lengths)
-    combinations = itertools.product(args.gate_kind, args.gates, args.mode)
-    for kind, gates, mode in combinations:
+    kinds = args.gate_kind or [None]
+    combinations = itertools.product(kinds, args.gates, args.mode, args.split_size)
+    for kind, gates, mode, split in combinations:
         step = mode == "step"
         default = "decode32" if step else "h96" if device.startswith("cuda") else "cpu"
         for text in args.shape or [default]:
             shape = parse_shape(text, lengths)
             for op in args.op or ["fused_recurrent_kda" if step else "chunk_kda"]:
+                gate = kind or (PRECOMPUTED if family(op).decay else "bounded")
                 case = Case(
-                    op, mode, shape, dtype, gates, kind, device, args.seed, args.state_v_first
+                    *(op, mode, shape, dtype, gates, gate, device, args.seed),
+                    *(args.state_v_first, split),
                 )
-                yield Entry(f"{op} {mode} {shape} {gates} {kind}", case)
+                yield Entry(f"{op} {mode} {shape} {gates} {gate}", case)
 
 
 def _lengths(text: str | None) -> tuple[int, ...] | None:
@@ -122,7 +151,7 @@ def _lengths(text: str | None) -> tuple[int, ...] | None:
 
 
 def contenders_of(entry: Entry, peers: list[str]) -> list[str]:
-    if entry.case.op == "scaled_dot_product_attention":
+    if entry.case.op == ATTENTION:
         return ["torch"]
     cuda = entry.case.device.startswith("cuda")
     return ["flaop", *entry.others, *(peers if cuda else [])]
@@ -200,6 +229,13 @@ def _summary(args, entries: list[Entry], records: list[dict]) -> None:
     if args.suite == "foundation":
         print("\ntargets")
         for verdict in suites.judge(entries, records):
+            print(verdict)
+    if args.suite == "decay":
+        for line in decay_suite.gate_cost(entries, records):
+            print(line)
+        verdicts = decay_suite.judge_decay(entries, records)
+        print("\ntargets" if verdicts else "targets: of a GPU only")
+        for verdict in verdicts:
             print(verdict)
     if args.suite == "crossover" or args.op == ["crossover"]:
         for line in suites.crossing(records):

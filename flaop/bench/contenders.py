@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import torch
 
+from flaop.bench.families import family, family_name, oracle
+
 PEERS = ("fla",)
 # fla hands some shapes to other libraries unless told not to; the peer meant here is fla itself.
 FLA_ENVIRONMENT = {"FLA_FLASH_QLA": "0", "FLA_FLASH_KDA": "0"}
@@ -28,20 +30,32 @@ def _flaop(op: str) -> Function:
 
 def _fla(op: str) -> Function:
     os.environ.update(FLA_ENVIRONMENT)
-    if op not in ("chunk_kda", "fused_recurrent_kda"):
+    if not op.startswith(("chunk_", "fused_recurrent_")):
         raise Unavailable(f"fla has no {op}")
     try:
-        function = getattr(importlib.import_module("fla.ops.kda"), op)
+        module = importlib.import_module(f"fla.ops.{family_name(op)}")
+        function = getattr(module, op)
     except Exception as error:
         raise Unavailable(f"fla cannot be imported ({first_line(error)})") from error
+    return _fla_decay(op, function) if family(op).decay else function
 
-    return function
+
+def _fla_decay(op: str, function: Function) -> Function:
+    """With fla's names; some of its functions swallow arguments they do not have."""
+    renamed = {"g": "gk"} if op == "fused_recurrent_gla" else {}
+
+    def call(split_size: int = 0, **inputs):
+        if split_size:
+            raise Unavailable("fla has no split_size")
+        if op.endswith("retention") and inputs.pop("state_v_first"):
+            raise Unavailable(f"fla's {op} has no state_v_first")
+        return function(**{renamed.get(name, name): value for name, value in inputs.items()})
+
+    return call
 
 
 def _token_loop(op: str) -> Function:
-    from flaop.testing import kda_oracle
-
-    return kda_oracle
+    return oracle(op)
 
 
 def _torch(op: str) -> Function:

@@ -7,26 +7,33 @@ from collections.abc import Iterable
 import torch
 
 from flaop.bench.case import Case, leaves, tensors
+from flaop.bench.families import ATTENTION, family
 
 # Measured on one H200: device copy (bytes read plus written), bf16 8192^3 matrix product.
 BYTES_PER_S = 4.26e12
 FLOP_PER_S = 700e12
-CHUNK = 64
-# KDA at K = V = 128: 475 thousand FLOPs per token and head backward, 164 thousand forward.
-BACKWARD_TO_FORWARD = 475 / 163.84
 ATTENTION_BACKWARD_TO_FORWARD = 2.5
 
 
 def forward_flops(case: Case) -> float:
     s = case.shape
-    if case.op == "scaled_dot_product_attention":
+    if case.op == ATTENTION:
         # Two products over the causal half.
         return s.B * s.HV * s.T * s.T * (s.K + s.V)
     tokens = s.B * s.T * s.HV
-    if case.op == "fused_recurrent_kda" or case.mode == "step":
-        # Decay, read for the correction, write, read for the output.
-        return tokens * 7 * s.K * s.V
-    return tokens * (6 * s.K * s.V + 4 * CHUNK * (s.K + s.V))
+    kind = family(case.op)
+    if case.op.startswith("fused_recurrent_") or case.mode == "step":
+        # Decay, write, read for the output; with a delta rule read for the correction too.
+        return tokens * kind.recurrent * s.K * s.V
+    return tokens * kind.forward(s.K, s.V)
+
+
+def backward_flops(case: Case) -> float:
+    """Those of the chunk form relative to its forward, whatever the form."""
+    if case.op == ATTENTION:
+        return forward_flops(case) * ATTENTION_BACKWARD_TO_FORWARD
+    kind, (K, V) = family(case.op), (case.shape.K, case.shape.V)
+    return forward_flops(case) * kind.backward(K, V) / kind.forward(K, V)
 
 
 def output_bytes(case: Case, inputs: dict) -> int:
@@ -44,9 +51,7 @@ def work(case: Case, inputs: dict) -> dict[str, float]:
     moved = size(tensors(inputs).values()) + output_bytes(case, inputs)
     phases = [(moved, forward_flops(case))]
     if case.mode == "fwdbwd":
-        attention = case.op == "scaled_dot_product_attention"
-        factor = ATTENTION_BACKWARD_TO_FORWARD if attention else BACKWARD_TO_FORWARD
-        phases.append((moved + size(leaves(inputs).values()), phases[0][1] * factor))
+        phases.append((moved + size(leaves(inputs).values()), backward_flops(case)))
     floor = sum(max(b / BYTES_PER_S, f / FLOP_PER_S) for b, f in phases)
     return {
         "bytes": sum(b for b, _ in phases),

@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 
 from flaop.bench import contenders, floors
+from flaop.bench.families import ATTENTION, family_name
 
 COLUMNS = (
-    ("op", 20),
+    ("op", 26),
     ("contender", 10),
     ("mode", 6),
     ("shape", 24),
@@ -110,14 +111,20 @@ def _number(value: float | None) -> str:
 
 def cells(record: dict) -> list[str]:
     shape = "".join(f"{k}{v}" for k, v in _short_shape(record["shape"]).items())
-    quadratic = record["op"] == "scaled_dot_product_attention"
+    quadratic = record["op"] == ATTENTION
+    gate = f"{record['gates']} {record['gate_kind']}"
+    if quadratic:
+        gate = "-"
+    elif family_name(record["op"]) == "retention":
+        gate = "constant"
+    split = f" split {record['split_size']}" if record["split_size"] else ""
     figures = ("eager_ms", "graph_ms", "host_us", "peak_mib", "first_call_s", "rel_err", "floor_ms")
     return [
         "attention" if quadratic else record["op"],
         record["contender"],
         record["mode"],
-        f"{shape} {record['dtype']}",
-        "-" if quadratic else f"{record['gates']} {record['gate_kind']}",
+        f"{shape} {record['dtype']}{split}",
+        gate,
         *(_number(record[name]) for name in figures),
     ]
 
@@ -151,7 +158,7 @@ def best_ms(record: dict) -> float | None:
 def case_key(record: dict) -> tuple:
     """What must agree between two records for their ratio to mean anything."""
     shape = tuple(sorted(record["shape"].items()))
-    names = ("op", "mode", "dtype", "gates", "gate_kind", "device")
+    names = ("op", "mode", "dtype", "gates", "gate_kind", "split_size", "device")
     return (*(record[name] for name in names), shape)
 
 

@@ -36,6 +36,7 @@ def new_record(case: Case, contender: str) -> dict:
         "status": "ok",
         "device": case.device,
         "gate_kind": case.gate_kind,
+        "split_size": case.split_size,
         "inputs": {**case.options, "lengths": case.shape.lengths},
         "graph_warm_ms": None,
         "bytes": None,

@@ -24,7 +24,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Target:
-    """One line of the foundation's speed and memory targets."""
+    """One line of a suite's speed and memory targets."""
 
     label: str
     text: str
@@ -85,7 +85,7 @@ FOUNDATION_TARGETS = (
 )
 
 
-def _figure(record: dict | None, name: str) -> float | None:
+def figure(record: dict | None, name: str) -> float | None:
     if record is None:
         return None
     if name == "best_ms":
@@ -93,22 +93,30 @@ def _figure(record: dict | None, name: str) -> float | None:
     return record[name]
 
 
-def judge(entries: list[Entry], records: list[dict]) -> list[Verdict]:
-    """The foundation's targets against what was measured."""
+def by_label(entries: list[Entry], records: list[dict]) -> dict[tuple[str, str], dict]:
+    """The record of each entry's label and contender."""
     labels = {case_key_of(entry.case): entry.label for entry in entries}
-    found = {(labels.get(case_key(r)), r["contender"]): r for r in records}
+    return {(labels.get(case_key(r)), r["contender"]): r for r in records}
+
+
+def judge(
+    entries: list[Entry], records: list[dict], targets: tuple[Target, ...] = FOUNDATION_TARGETS
+) -> list[Verdict]:
+    """The targets, by default the foundation's, against what was measured."""
+    labels = {entry.label for entry in entries}
+    found = by_label(entries, records)
     verdicts = []
-    for target in FOUNDATION_TARGETS:
-        if target.label not in labels.values():
+    for target in targets:
+        if target.label not in labels:
             continue
-        value = _figure(found.get((target.label, "flaop")), target.figure)
+        value = figure(found.get((target.label, "flaop")), target.figure)
         if target.text.startswith("first call, backward"):
-            forward = _figure(found.get(("fwd bounded", "flaop")), target.figure)
+            forward = figure(found.get(("fwd bounded", "flaop")), target.figure)
             value = None if None in (value, forward) else value - forward
         if target.ratio_to is None:
             verdicts.append(_absolute(target, value))
         else:
-            other = _figure(found.get((target.label, target.ratio_to)), target.figure)
+            other = figure(found.get((target.label, target.ratio_to)), target.figure)
             verdicts.append(_ratio(target, value, other))
     return verdicts
 

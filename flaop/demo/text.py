@@ -23,7 +23,7 @@ from flaop.demo.runtime import (
     save_checkpoint,
 )
 from flaop.demo.training import Schedule, autocast, train
-from flaop.nn import HybridConfig, HybridModel
+from flaop.nn import LAYERS, HybridConfig, HybridModel
 
 # hidden_size, num_heads, head_dim, layers, tokens per sequence, sequences per batch, peak rate
 SIZES = {
@@ -32,6 +32,7 @@ SIZES = {
     "base": (512, 4, 128, 8, 1024, 32, 1.5e-3),
     "large": (1024, 8, 128, 12, 2048, 16, 8e-4),
 }
+KINDS = tuple(name for name in LAYERS if name != "attention")
 _PROMPT = 192  # bytes, enough to be prefilled by the chunk path
 _TEMPERATURE = 0.7  # of the bytes generated
 _EVALUATION = 16  # batches of validation windows
@@ -42,7 +43,14 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", choices=SIZES, help="default: small on cpu, base on cuda")
-    parser.add_argument("--layers", type=int, help="number of layers, every fourth is attention")
+    parser.add_argument(
+        "--layers",
+        type=_layers,
+        metavar="KIND",
+        help=f"layers beside the attention layer in every fourth place: {', '.join(KINDS)} "
+        "(default: kda); a number is the same as --depth",
+    )
+    parser.add_argument("--depth", type=int, help="number of layers, every fourth is attention")
     parser.add_argument("--batch", type=int, help="sequences per batch")
     parser.add_argument("--steps", type=int, default=1000, help="most training steps")
     parser.add_argument(
@@ -61,9 +69,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _layers(text: str) -> str | int:
+    """A kind of layer, or their number."""
+    if text in KINDS:
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither one of {', '.join(KINDS)} nor a number"
+        ) from None
+
+
 def run(args: argparse.Namespace) -> int:
-    for name in ("layers", "batch", "steps", "seconds", "tokens"):
-        value = getattr(args, name)
+    kind = args.layers if isinstance(args.layers, str) else "kda"
+    depth = args.layers if isinstance(args.layers, int) else args.depth
+    if args.depth is not None and depth != args.depth:
+        raise DemoError(f"--layers {args.layers} and --depth {args.depth} exclude each other", 2)
+    depth_name = "layers" if isinstance(args.layers, int) else "depth"
+    numbers = {n: getattr(args, n) for n in ("batch", "steps", "seconds", "tokens")}
+    for name, value in {depth_name: depth, **numbers}.items():
         if value is not None and not value > 0:
             raise DemoError(f"--{name} must be positive, got {value}", 2)
     device = resolve_device(args.device)
@@ -78,7 +103,8 @@ def run(args: argparse.Namespace) -> int:
         hidden_size=hidden_size,
         num_heads=num_heads,
         head_dim=head_dim,
-        num_layers=args.layers or layers,
+        num_layers=depth or layers,
+        layers=(kind,) * 3 + ("attention",),
     )
     check_memory(device, _needed_bytes(config, batch_size * length))
 

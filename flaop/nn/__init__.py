@@ -2,16 +2,21 @@
 
 from flaop.nn.attention import Attention, AttentionCache, AttentionState
 from flaop.nn.conv import ShortConvolution
+from flaop.nn.gla import GatedLinearAttention
 from flaop.nn.kda import KimiDeltaAttention, KimiDeltaAttentionCache, KimiDeltaAttentionState
+from flaop.nn.mamba2 import Mamba2Mixer, Mamba2State
 from flaop.nn.mlp import SwiGLU
 from flaop.nn.model import LAYERS, HybridBlock, HybridCache, HybridConfig, HybridModel
 from flaop.nn.norm import GatedRMSNorm, RMSNorm
+from flaop.nn.recurrent import LinearAttentionState, StateCache
+from flaop.nn.retention import LightningAttention, MultiScaleRetention
 
 __all__ = [
     "LAYERS",
     "Attention",
     "AttentionCache",
     "AttentionState",
+    "GatedLinearAttention",
     "GatedRMSNorm",
     "HybridBlock",
     "HybridCache",
@@ -20,7 +25,13 @@ __all__ = [
     "KimiDeltaAttention",
     "KimiDeltaAttentionCache",
     "KimiDeltaAttentionState",
+    "LightningAttention",
+    "LinearAttentionState",
+    "Mamba2Mixer",
+    "Mamba2State",
+    "MultiScaleRetention",
     "RMSNorm",
     "ShortConvolution",
+    "StateCache",
     "SwiGLU",
 ]

@@ -7,13 +7,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flaop.nn.attention import Attention
+from flaop.nn.gla import GatedLinearAttention
 from flaop.nn.kda import KimiDeltaAttention
+from flaop.nn.mamba2 import Mamba2Mixer
 from flaop.nn.mlp import SwiGLU
 from flaop.nn.norm import RMSNorm
+from flaop.nn.retention import LightningAttention, MultiScaleRetention
 
 # A layer class has from_config(config, layer_idx), make_cache(batch_size, max_length),
 # forward(x, state, cu_seqlens, output_state) -> (y, state) and extend(x, cache) -> y.
-LAYERS: dict[str, type[nn.Module]] = {"kda": KimiDeltaAttention, "attention": Attention}
+LAYERS: dict[str, type[nn.Module]] = {
+    "kda": KimiDeltaAttention,
+    "gla": GatedLinearAttention,
+    "retention": MultiScaleRetention,
+    "lightning": LightningAttention,
+    "mamba2": Mamba2Mixer,
+    "attention": Attention,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +35,7 @@ class HybridConfig:
         intermediate_size: width of the SwiGLU layer; None is 8/3 of hidden_size, rounded up to
             a multiple of 64.
 
-    The others are the arguments of the layers.
+    The others are the arguments of the layers; each layer takes those that it has.
     """
 
     vocab_size: int = 256
@@ -45,6 +55,8 @@ class HybridConfig:
     norm_eps: float = 1e-5
     state_v_first: bool = False
     backend: str | None = None
+    gate_low_rank_dim: int = 16
+    gate_logit_normalizer: float = 16.0
 
     def __post_init__(self):
         for name in ("layers", "dt_range"):  # lists where they come from JSON
@@ -114,7 +126,7 @@ class HybridModel(nn.Module):
         """Projections that keep the variance; those onto the residual stream scaled down."""
         for name, parameter in self.named_parameters():
             if name.endswith("_proj.weight"):
-                onto_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+                onto_residual = name.split(".")[-2] in ("o_proj", "out_proj", "down_proj")
                 scale = (2 * self.config.num_layers) ** -0.5 if onto_residual else 1.0
                 nn.init.normal_(parameter, std=scale * parameter.shape[1] ** -0.5)
         nn.init.normal_(self.embedding.weight, std=self.config.hidden_size**-0.5)

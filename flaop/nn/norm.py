@@ -2,6 +2,9 @@
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+
+_ACTIVATIONS = {"sigmoid": torch.sigmoid, "silu": F.silu}
 
 
 class RMSNorm(nn.Module):
@@ -25,8 +28,20 @@ class RMSNorm(nn.Module):
 
 
 class GatedRMSNorm(RMSNorm):
-    """RMSNorm(x) * sigmoid(gate), the output norm of Kimi Linear (arXiv:2510.26692)."""
+    """RMSNorm(x) * act(gate), the output norm of Kimi Linear (arXiv:2510.26692) and others.
+
+    Args:
+        hidden_size: size of the last axis.
+        eps: added to the mean square.
+        activation: "sigmoid" or "silu".
+    """
+
+    def __init__(self, hidden_size: int, eps: float = 1e-5, activation: str = "sigmoid"):
+        super().__init__(hidden_size, eps)
+        if activation not in _ACTIVATIONS:
+            raise ValueError(f"activation must be 'sigmoid' or 'silu', got {activation!r}")
+        self.activation = activation
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # both [..., D]
         y = self._normalize(x)
-        return (y * torch.sigmoid(gate.to(y.dtype))).to(x.dtype)
+        return (y * _ACTIVATIONS[self.activation](gate.to(y.dtype))).to(x.dtype)

@@ -13,7 +13,9 @@ import torch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # constants that tell apart launches of one kernel
-_VARIANTS = ("BOUNDED", "PAIRS", "OUTPUT", "STORE_H", "STORE_U", "DECAYED", "CUMULATIVE")
+_VARIANTS = (
+    "BOUNDED", "PAIRS", "OUTPUT", "STORE_A", "STORE_H", "STORE_U", "DECAYED", "CUMULATIVE",
+)  # fmt: skip
 
 
 class Case(NamedTuple):
@@ -22,8 +24,8 @@ class Case(NamedTuple):
     arch: int
     dtype: str
     size: int  # K = V
-    # of KDA "softplus" or "bounded", of the decay families "scalar" or "channel", "head" of the gated
-    # delta rule
+    # of KDA "softplus" or "bounded", of the decay families "scalar" or "channel", of the gated
+    # delta rule "head"
     gate: str
 
 

@@ -61,9 +61,44 @@ def test_step_needs_one_token_and_a_recurrent_op():
     case("fused_recurrent_kda", "step", "B2T1H1D16")
 
 
+def test_decay_cases_that_mean_nothing_are_refused():
+    with pytest.raises(ValueError, match="chunk_gla has no gate in its kernel"):
+        case("chunk_gla")
+    with pytest.raises(ValueError, match="chunk_retention does not serve it"):
+        case("chunk_retention", "step", "B2T1H1D16", kind="precomputed")
+    with pytest.raises(ValueError, match="changes nothing for gla"):
+        case("gla", kind="precomputed", split_size=64)
+    with pytest.raises(ValueError, match="chunk_kda has no split_size"):
+        case(split_size=64)
+
+
+@pytest.mark.parametrize(
+    ("op", "names"),
+    [("chunk_simple_gla", "qkvg"), ("fused_recurrent_gla", "qkvg"), ("retention", "qkv")],
+)
+def test_decay_inputs(op, names):
+    forward = build_inputs(case(op, kind="precomputed", dtype="bf16"))
+    both = build_inputs(case(op, "fwdbwd", kind="precomputed", dtype="bf16"))
+    assert set(leaves(both)) == set(names) and not leaves(forward)
+    assert all(torch.equal(forward[name], both[name]) for name in names)
+    assert "gla" not in op or forward["g"].dim() == (3 if "simple" in op else 4)
+    step = build_inputs(case(op.removeprefix("chunk_"), "step", "B3T1H2K16V32", kind="precomputed"))
+    assert step["initial_state"].shape == (3, 2, 16, 32) and step["output_final_state"]
+
+
+def test_split_size_shares_the_values():
+    whole, split = (
+        build_inputs(case("chunk_gla", kind="precomputed", split_size=n)) for n in (0, 64)
+    )
+    assert split.pop("split_size") == 64 and set(split) == set(whole)
+    assert torch.equal(whole["q"], split["q"])
+
+
 def test_a_case_travels_as_json():
     one = Case("kda", "fwd", parse_shape("T8H1D16N2"), "bf16", "fast", "softplus", "cpu", 3, True)
     assert Case.from_dict(json.loads(json.dumps(one.to_dict()))) == one
+    split = case("chunk_gla", kind="precomputed", split_size=128)
+    assert Case.from_dict(json.loads(json.dumps(split.to_dict()))) == split
 
 
 def test_modes_and_ops_share_their_values():
@@ -112,6 +147,22 @@ def test_floors(text, mode, milliseconds):
     one = case(op, mode, text, dtype="bf16")
     floor = floors.work(one, meta_inputs(text, mode, state=mode == "step"))["floor_ms"]
     assert floor == pytest.approx(milliseconds, rel=0.03)
+
+
+# Bytes decide forward; the FLOPs of both directions by hand.
+@pytest.mark.parametrize(("op", "milliseconds"), [("chunk_simple_gla", 0.19), ("chunk_gla", 0.24)])
+def test_floors_of_decay_families(op, milliseconds):
+    inputs = meta_inputs("h96", "fwd")
+    del inputs["beta"]
+    if op == "chunk_simple_gla":
+        inputs["g"] = inputs["g"][..., 0]
+    one = case(op, "fwd", "h96", kind="precomputed", dtype="bf16")
+    assert floors.work(one, inputs)["floor_ms"] == pytest.approx(milliseconds, rel=0.03)
+    tokens = 8192 * 96
+    assert floors.forward_flops(one) == tokens * (4 * 128 * 128 + 2 * 64 * 256)
+    assert floors.backward_flops(one) == pytest.approx(tokens * 10 * (128 * 128 + 64 * 128))
+    step = case("gla", "step", "decode32", kind="precomputed")
+    assert floors.forward_flops(step) == 32 * 32 * 5 * 128 * 128
 
 
 def test_small_work_rotates_over_more_than_the_l2():

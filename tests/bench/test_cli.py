@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from flaop.bench import contenders, first_call, main
-from flaop.bench.case import Case, parse_shape
+from flaop.bench.case import PRESETS, Case, parse_shape
 
 RECORD = {
     "op", "mode", "shape", "dtype", "gates", "contender", "eager_ms", "graph_ms", "host_us",
@@ -47,6 +47,27 @@ def test_products_of_arguments(tmp_path):
     assert status == 0
     found = {(r["gates"], r["mode"]) for r in data["records"]}
     assert found == {("fast", "fwd"), ("fast", "fwdbwd"), ("slow", "fwd"), ("slow", "fwdbwd")}
+
+
+def test_decay_ops_and_their_splits(tmp_path, capsys):
+    arguments = ["--op", "chunk_gla", "chunk_retention", "--mode", "fwdbwd", "--shape", "T200H1D16"]
+    status, data = run(tmp_path / "a.json", *arguments, "--split-size", "0", "64")
+    assert status == 0
+    found = [(r["op"], r["split_size"], r["gate_kind"]) for r in data["records"]]
+    ops = ("chunk_gla", "chunk_retention")
+    assert found == [(op, n, "precomputed") for n in (0, 64) for op in ops]
+    assert max(r["rel_err"] for r in data["records"]) < 1e-5
+    out = capsys.readouterr().out
+    assert "fp32 split 64" in out and "constant" in out
+    step = ["--device", "cpu", "--quick", "--mode", "step", "--shape", "B2T1H1D16"]
+    assert main([*step, "--op", "fused_recurrent_gla", "simple_gla", "retention"]) == 0
+
+
+def test_decay_suite_on_the_cpu(monkeypatch, capsys):
+    monkeypatch.setitem(PRESETS, "cpu", "B1T100H1D16")
+    assert main(["--device", "cpu", "--suite", "decay", "--quick"]) == 0
+    out = capsys.readouterr().out
+    assert "chunk_gla / chunk_simple_gla of flaop = " in out and "targets: of a GPU only" in out
 
 
 def test_step_and_packed(tmp_path):
@@ -121,6 +142,8 @@ def test_a_peer_that_fails_is_unavailable(tmp_path, monkeypatch):
         (["--suite", "crossover", "--shape", "T8H1HV2D16"], "HV = H"),
         (["--suite", "foundation", "--device", "cpu", "--only", "zzz"], "no case"),
         (["--lengths", "4,x"], "--lengths"),
+        (["--op", "gla", "--gate-kind", "softplus"], "gla has no gate in its kernel"),
+        (["--split-size", "64"], "chunk_kda has no split_size"),
     ],
 )
 def test_bad_arguments_are_one_sentence(arguments, message, capsys):

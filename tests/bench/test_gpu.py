@@ -18,10 +18,15 @@ pytestmark = [
         ("chunk_kda", "fwd", "B1T256H4D128"),
         ("chunk_kda", "fwdbwd", "B1T256H4D128"),
         ("fused_recurrent_kda", "step", "B2T1H4D128"),
+        ("chunk_simple_gla", "fwdbwd", "B1T256H4D128"),
+        ("chunk_gla", "fwdbwd", "B1T256H4D128"),
+        ("chunk_retention", "fwd", "B1T256H4D256"),
+        ("fused_recurrent_gla", "step", "B2T1H4D128"),
     ],
 )
 def test_every_column(op, mode, shape):
-    case = Case(op, mode, parse_shape(shape), "bf16", "mixed", "bounded", "cuda")
+    kind = "bounded" if op.endswith("kda") else "precomputed"
+    case = Case(op, mode, parse_shape(shape), "bf16", "mixed", kind, "cuda")
     record = run_case(case, "flaop", Settings(quick=True))
     assert record["status"] == "ok", record["note"]
     for name in ("eager_ms", "graph_ms", "graph_warm_ms", "host_us", "peak_mib", "rel_err"):

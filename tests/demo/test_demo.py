@@ -48,6 +48,54 @@ def test_everything_in_a_short_run(device, tmp_path, capsys):
         assert json.loads(file.metadata()["config"])["num_layers"] == 2
 
 
+OPS = {"gla": "gla", **dict.fromkeys(("retention", "lightning", "mamba2"), "simple_gla")}
+
+
+@pytest.mark.parametrize(
+    "kind", [k if k == "gla" else pytest.param(k, marks=pytest.mark.slow) for k in OPS]
+)
+def test_other_layers(device, tmp_path, capsys, kind):
+    output = tmp_path / "model.safetensors"
+    size = ["--size", "tiny", "--depth", "1", "--steps", "2", "--tokens", "2"]
+    assert main([*size, "--layers", kind, "--device", device, "--output", str(output)]) == 0
+    shown = capsys.readouterr().out
+    assert f"; {kind}, " in shown and "graph breaks: 0" in shown
+    for name in (
+        f"chunk_{OPS[kind]}_fwd",
+        f"chunk_{OPS[kind]}_bwd",
+        f"fused_recurrent_{OPS[kind]}",
+    ):
+        assert f"flaop.{name} x" in shown
+    loss = re.search(r"validation loss +([\d.]+) bits per byte, after the reload ([\d.]+)", shown)
+    assert loss.group(1) == loss.group(2)
+    difference = re.search(r"relative difference of the logits ([\d.e+-]+)", shown)
+    assert float(difference[1]) < (1e-4 if device == "cpu" else 5e-2)
+    assert runtime.load_checkpoint(output, torch.device("cpu")).config.layers[0] == kind
+
+
+def test_layers_take_a_kind_or_a_number(monkeypatch, capsys):
+    seen = []
+
+    def stop(config):
+        seen.append(config.layer_names())
+        raise MemoryError
+
+    monkeypatch.setattr(text, "HybridModel", stop)
+    for arguments in ([], ["2"], ["mamba2"], ["retention", "--depth", "5"]):
+        arguments = ["--layers"] * bool(arguments) + arguments
+        assert main(["--device", "cpu", "--size", "tiny", *arguments]) == 1
+    assert seen == [
+        ["kda", "kda", "kda", "attention"],
+        ["kda"] * 2,
+        ["mamba2", "mamba2", "mamba2", "attention"],
+        ["retention", "retention", "retention", "attention", "retention"],
+    ]
+    with pytest.raises(SystemExit) as error:
+        main(["--layers", "attention"])
+    assert error.value.code == 2
+    assert "'attention' is neither one of kda, gla, " in capsys.readouterr().err
+
+
 def test_files_are_split_the_same_way_every_time(tmp_path):
     for i in range(40):
         (tmp_path / f"m{i}.py").write_text(f"x = {i}\n")
@@ -153,6 +201,9 @@ def test_checkpoint_is_whole_or_the_old_one(tmp_path, monkeypatch):
         (["--device", "mps"], 2, "runs on cpu and cuda, not on 'mps'"),
         (["--device", "cuda:99"], 1, "device 'cuda:99' is not there"),
         (["--steps", "0"], 2, "--steps must be positive, got 0"),
+        (["--layers", "0"], 2, "--layers must be positive, got 0"),
+        (["--layers", "gla", "--depth", "-1"], 2, "--depth must be positive, got -1"),
+        (["--layers", "2", "--depth", "3"], 2, "--layers 2 and --depth 3 exclude each other"),
         (["--seconds", "nan"], 2, "--seconds must be positive, got nan"),
         (["--output", "/nonexistent/x"], 2, "folder /nonexistent of --output does not exist"),
         (["--output", "/"], 2, "is a folder"),

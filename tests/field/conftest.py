@@ -1,13 +1,26 @@
 """Fixtures of the field reports: both paths, and the comparison with the float64 token loop."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import pytest
 import torch
 
 import flaop
-from flaop.testing import kda_oracle, relative_error
+from flaop.testing import (
+    gla_inputs,
+    gla_oracle,
+    kda_oracle,
+    relative_error,
+    simple_gla_inputs,
+    simple_gla_oracle,
+)
 
 PATHS = {"chunk": flaop.chunk_kda, "recurrent": flaop.fused_recurrent_kda}
-GRADIENTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+GRADIENTS = (
+    *("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state"),
+    *("g_gamma", "gv"),
+)
 OUTPUT_LIMITS = {
     torch.float64: 1e-9,
     torch.float32: 1e-4,
@@ -21,6 +34,31 @@ GRADIENT_LIMITS = {**OUTPUT_LIMITS, torch.float16: 2e-2, torch.bfloat16: 2e-2}
 def fn(request):
     """Each path that serves every call."""
     return PATHS[request.param]
+
+
+class Decay(NamedTuple):
+    """One path of simple_gla or gla."""
+
+    fn: Callable
+    inputs: Callable
+    oracle: Callable
+    chunk: bool
+
+
+DECAY = {
+    "chunk_simple_gla": Decay(flaop.chunk_simple_gla, simple_gla_inputs, simple_gla_oracle, True),
+    "recurrent_simple_gla": Decay(
+        flaop.fused_recurrent_simple_gla, simple_gla_inputs, simple_gla_oracle, False
+    ),
+    "chunk_gla": Decay(flaop.chunk_gla, gla_inputs, gla_oracle, True),
+    "recurrent_gla": Decay(flaop.fused_recurrent_gla, gla_inputs, gla_oracle, False),
+}
+
+
+@pytest.fixture(params=DECAY)
+def decay(request):
+    """Each path of the decay families with kernels of their own."""
+    return DECAY[request.param]
 
 
 @pytest.fixture(autouse=True)
@@ -59,16 +97,17 @@ def gradients_of():
 
 @pytest.fixture
 def matches():
-    """matches(fn, inputs, loss="both", zero=1e-6): each output and gradient against the token loop.
+    """matches(fn, inputs, loss="both", zero=1e-6, oracle=kda_oracle): each output and gradient.
 
+    oracle: the token loop of the family.
     loss: "o", "state" or "both" get random cotangents. zero: gradients whose largest element is
     below it in the loop must be so in the op.
     """
 
-    def compare(fn, inputs, loss="both", zero=1e-6):
+    def compare(fn, inputs, loss="both", zero=1e-6, oracle=kda_oracle):
         inputs = {**inputs, "output_final_state": True}
         outputs, gradients = _results(fn, inputs, loss)
-        expected, expected_gradients = _results(kda_oracle, inputs, loss)
+        expected, expected_gradients = _results(oracle, inputs, loss)
         dtype = inputs["q"].dtype
         for found, refs, limits in (
             (outputs, expected, OUTPUT_LIMITS),

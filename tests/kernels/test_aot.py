@@ -26,7 +26,7 @@ PRODUCT = [
         (80, 90, 100),
         ("bf16", "fp16", "fp32"),
         (64, 128, 256),
-        ("softplus", "bounded", "scalar", "head"),
+        ("softplus", "bounded", "scalar", "channel", "head"),
     )
 ]
 DEFAULT = [
@@ -37,24 +37,19 @@ DEFAULT = [
     Case(90, "fp16", 128, "softplus"),
     Case(90, "fp32", 64, "bounded"),
     Case(100, "bf16", 128, "softplus"),
-    Case(80, "bf16", 128, "scalar"),
-    Case(90, "bf16", 64, "scalar"),
-    Case(90, "bf16", 128, "scalar"),
-    Case(90, "bf16", 256, "scalar"),
-    Case(90, "fp16", 128, "scalar"),
-    Case(90, "fp32", 64, "scalar"),
-    Case(100, "bf16", 128, "scalar"),
-    Case(80, "bf16", 128, "head"),
-    Case(90, "bf16", 64, "head"),
-    Case(90, "bf16", 128, "head"),
-    Case(90, "bf16", 256, "head"),
-    Case(90, "fp16", 128, "head"),
-    Case(90, "fp32", 64, "head"),
-    Case(100, "bf16", 128, "head"),
+    *(
+        Case(arch, dtype, size, gate)
+        for gate in ("scalar", "channel", "head")
+        for arch, dtype, size in (
+            (80, "bf16", 128), (90, "bf16", 128), (90, "bf16", 256), (90, "fp32", 64),
+            (100, "bf16", 128),
+        )
+    ),
 ]
 # these multiply matrices; the others sum, scan and copy
 PRODUCTS = re.compile(
-    r"chunk_((kda|delta|gla)_)?(fwd|bwd)_kernel_|recompute_w_u|solve_tril_bwd"
+    r"chunk_((kda|delta)_)?(fwd|bwd)_kernel_|recompute_w_u|solve_tril_bwd"
+    r"|chunk_gla_(bwd_kernel_|fwd_kernel_intra\[STORE_A)"
     r"|chunk_gdn_(fwd|bwd)_kernel_(scan|values|intra|pairs\[PAIRS\])"
 )
 FEW = 8  # local-memory instructions that are no spill worth a row

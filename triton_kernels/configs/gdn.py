@@ -49,4 +49,4 @@ def states(arch, K, V, dtype):
     """chunk_delta_fwd_kernel_h: all of K in registers, V split over programs."""
     BK = tile(K, 256)
     BV = tile(V, 32 if dtype == "fp32" or BK == 256 else 64)
-    return {"BK": BK, "BV": BV, "num_warps": 8 if BK == 256 else 4, "num_stages": 1}
+    return {"BK": BK, "BV": BV, "num_warps": 8 if BK >= 128 else 4, "num_stages": 1}

@@ -4,8 +4,9 @@
     dk = decays to the end . V dh^T + (dA . decays)^T Q
     dv = A^T do + K_g dh
 
-The gradient of the gates has a closed form: q dq - k dk belongs to the sums of gates, a suffix sum
-over the chunk to the gates, and every gate of a chunk gets <S, dS> of the state that leaves it.
+The gradient of the gates has a closed form: the gate of a token gets the pairs that straddle it, a
+suffix sum over the chunk of what it reads from the state that enters, a sum over the tokens before
+it of what they write into the state that leaves, and <S, dS> through the whole chunk.
 h holds the states that enter the chunks, dh the gradients of those that leave them.
 """
 
@@ -144,13 +145,22 @@ def chunk_bwd_kernel_qk(
 
     b_dk *= b_end[:, None]
     if STORE_DG or STORE_DG_GAMMA:
-        b_written = tl.sum(b_k.to(tl.float32) * b_dk)
-        b_leaving = b_states * decay_over(b_last) + b_written
+        # what a token's gate does to the leaving state: it decays the tokens before it
+        b_written = tl.sum(b_k.to(tl.float32) * b_dk, 1)
+        m_before = o_t[None, :] < o_t[:, None]
+        b_leaving = tl.sum(tl.where(m_before, b_written[None, :], 0.0), 1)
+        b_leaving += b_states * decay_over(b_last)
     if HAS_DO:
         b_dq *= (decay_over(b_G) * scale)[:, None]
         m_causal = o_t[:, None] >= o_t[None, :]
         b_dA *= pair_decay(b_G[:, None], b_G[None, :], m_causal, USE_DECAY) * scale
         b_dA = b_dA.to(dtype)
+        if STORE_DG or STORE_DG_GAMMA:
+            # pairs that straddle the token, from the products that make dq and dk
+            b_P = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * b_dA.to(tl.float32)
+            b_P = tl.where(o_t[:, None] > o_t[None, :], b_P, 0.0)
+            b_dG = tl.sum(b_P, 1) - tl.sum(b_P, 0) + tl.sum(b_q.to(tl.float32) * b_dq, 1)
+            b_leaving += tl.cumsum(b_dG, 0, reverse=True)
         b_dq = tl.dot(b_dA, b_k, b_dq, input_precision=PRECISION)
         b_dk = tl.dot(tl.trans(b_dA), b_q, b_dk, input_precision=PRECISION)
     i_gk = i_thv * K
@@ -158,11 +168,8 @@ def chunk_bwd_kernel_qk(
     tl.store(dq + i_gk + o_gk, b_dq.to(dq.dtype.element_ty), mask=m_tk)
     tl.store(dk + i_gk + o_gk, b_dk.to(dk.dtype.element_ty), mask=m_tk)
     if STORE_DG or STORE_DG_GAMMA:
-        b_dG = tl.sum(b_q.to(tl.float32) * b_dq - b_k.to(tl.float32) * b_dk, 1)
-        # reverse scan, then every row gets what the leaving state adds
-        b_dg = tl.cumsum(b_dG, 0, reverse=True) + b_leaving
         # a gate at its floor has no slope
-        b_dg = tl.where(m_t & (b_gates * LOG2E > LOG2_GATE_FLOOR), b_dg, 0.0)
+        b_dg = tl.where(m_t & (b_gates * LOG2E > LOG2_GATE_FLOOR), b_leaving, 0.0)
         if STORE_DG:
             p_dg = dg + i_s.to(tl.int64) * B * T * HV + i_thv + o_t * HV
             tl.store(p_dg, b_dg.to(dg.dtype.element_ty), mask=m_t)

@@ -205,9 +205,17 @@ def chunk_gla_bwd_kernel_intra(
     b_ks = load_tokens(k + p_qk, H * K, o_k, m_k, b_len)
     b_q, b_k = join_tokens(b_qs, BK).to(tl.float32), join_tokens(b_ks, BK).to(tl.float32)
     b_dk *= b_column * over_blocks(b_1 * b_2 * b_3, b_2 * b_3, b_3, b_one, BK)
+    # what a token's gate does to the state that leaves: it decays the tokens before it
     b_written = b_k * b_dk
-    b_dlast = b_dlast * (b_0 * b_1 * b_2 * b_3) + tl.sum(b_written, 0)
-    b_dG = -b_written
+    b_leaving = (b_dlast * (b_0 * b_1 * b_2 * b_3))[None, :]
+    if PRECISION == "tf32x3":
+        m_before = (o_t[:, None] > o_t[None, :]).to(tl.float32)
+        b_leaving += tl.dot(m_before, b_written, input_precision=PRECISION)
+        b_dG = tl.zeros([BT, BK], dtype=tl.float32)
+    else:
+        # the total minus a suffix sum cancels to fp32, which is enough beside 16-bit products
+        b_leaving += tl.sum(b_written, 0)[None, :]
+        b_dG = -b_written
     if HAS_DO:
         b_dq *= b_row * over_blocks(b_one, b_0, b_0 * b_1, b_0 * b_1 * b_2, BK) * scale
         b_dG += b_q * b_dq
@@ -235,7 +243,7 @@ def chunk_gla_bwd_kernel_intra(
     tl.store(dk + p_gk, b_dk.to(dk.dtype.element_ty), mask=m_tk)
 
     # reverse scan, then every row gets what the leaving state adds
-    b_dG = tl.cumsum(b_dG, 0, reverse=True) + b_dlast[None, :]
+    b_dG = tl.cumsum(b_dG, 0, reverse=True) + b_leaving
     # at the floor the gate is constant
     b_g = tl.load(g + p_gk, mask=m_tk, other=0.0).to(tl.float32)
     b_dG = tl.where(b_g * LOG2E > LOG2_GATE_FLOOR, b_dG, 0.0)

@@ -64,7 +64,7 @@ def chunk_kda_bwd_kernel_values(
     IS_VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dR, dv and the gradients of the two pair matrices. One program per (chunk row, value head)."""
+    """dR, dv, gradients of the two pair matrices. One program per (chunk row, value head)."""
     row, i_hv = tl.program_id(0) // HV, tl.program_id(0) % HV
     t0, b_len = chunk_position(bounds, table, row, T, B, BT, IS_VARLEN)
     if b_len <= 0:
@@ -254,11 +254,16 @@ def chunk_kda_bwd_kernel_intra(
     b_dw *= tl.exp2(sum_gates(sums, SUFFIX_SUM, b_high, b_low, BT, SPLIT))
     b_dq *= b_eG * scale
     b_dG = b_q * b_dq + b_k * b_de * b_beta[:, None]
-    # what a token's gate does to the state that leaves: it decays the tokens before it. The total
-    # minus a suffix sum would cancel
-    m_before = (o_t[:, None] > o_t[None, :]).to(STATE_DTYPE)
-    b_leaving = tl.dot(m_before, (b_k * b_dw).to(STATE_DTYPE), input_precision=PRECISION)
-    b_leaving += (b_dlast * tl.exp2(tl.sum(b_g, 0)))[None, :]
+    # what a token's gate does to the state that leaves: it decays the tokens before it
+    b_written = b_k * b_dw
+    b_leaving = (b_dlast * tl.exp2(tl.sum(b_g, 0)))[None, :]
+    if PRECISION == "tf32x3":
+        m_before = (o_t[:, None] > o_t[None, :]).to(tl.float32)
+        b_leaving += tl.dot(m_before, b_written, input_precision=PRECISION)
+    else:
+        # the total minus a suffix sum cancels to fp32, which is enough beside 16-bit products
+        b_leaving += tl.sum(b_written, 0)[None, :]
+        b_dG -= b_written
 
     # through the pairs
     p_A = o_hv[:, None] * BT + o_t[None, :]

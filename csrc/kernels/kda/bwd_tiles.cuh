@@ -29,8 +29,8 @@ struct Shared {
   __nv_bfloat16 A[kTokens][kPairRow];
   __nv_bfloat16 dA_qk[kTokens][kPairRow];
   __nv_bfloat16 dL[kTokens][kPairRow];
-  float part[2][kWarps][kTokens];       // sums over a warp's channels
-  float sum[2][kTokens];                // <q, dq>, <k, dk>
+  float part[2][kWarps][kTokens];  // sums over a warp's channels
+  float sum[2][kTokens];           // <q, dq>, <k, dk>
   float beta[kTokens], q_norm[kTokens], k_norm[kTokens];
   float dA_log[kWarps];
 };
@@ -116,8 +116,8 @@ __device__ __forceinline__ void store_block(__nv_bfloat16 (*x)[kPairRow], const 
     }
 }
 
-// dR = A^T dV' in the place of dV', dv = beta dR in that of v, and its part of dbeta. A warp a slab of
-// 16 values: a block of rows is written once no later one reads it.
+// dR = A^T dV' in the place of dV', dv = beta dR in that of v, and its part of dbeta. A warp a slab
+// of 16 values: a block of rows is written once no later one reads it.
 __device__ void value_gradient(Shared& s) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, r = lane / 4, p = 2 * (lane % 4);
 #pragma unroll
