@@ -18,9 +18,9 @@ def _reference():
 
 
 def _launchers():
-    from flaop.launch.delta import gdn, gdn_recurrent
+    from flaop.launch.delta import gdn, recurrent
 
-    return gdn, gdn_recurrent
+    return gdn, recurrent
 
 
 _FAMILY = delta.Family(

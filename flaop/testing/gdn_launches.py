@@ -5,7 +5,7 @@ import torch
 
 def gdn_records(case) -> list[tuple]:
     """The launches of a case of testing.launches: both paths forward and backward, the stages."""
-    from flaop.launch.delta import gdn, gdn_recurrent, public
+    from flaop.launch.delta import gdn, public, recurrent
     from flaop.launch.kernel import recording
     from flaop.testing.launches import DTYPES
     from flaop.validation.gated_delta_rule import check
@@ -29,9 +29,9 @@ def gdn_records(case) -> list[tuple]:
         gdn.forward(call)
         A, A_qk = gdn.forward_residuals(call._replace(disable_recompute=True))[2:4]
         gdn.backward(call, d_o, d_final_state, (A, A_qk, meta(0), meta(0)), mask)
-        gdn_recurrent.forward(call)
-        u = gdn_recurrent.forward_residuals(call)[2]
-        gdn_recurrent.backward(call, d_o, d_final_state, u, mask)
+        recurrent.forward(call)
+        u = recurrent.forward_residuals(call)[2]
+        recurrent.backward(call, d_o, d_final_state, u, mask)
         g, gk = wide(1, T, HV), wide(1, T, HV, size)
         X = public.solve_tril(A, cu_seqlens)
         public.solve_tril_backward(A, X, cu_seqlens)

@@ -4,7 +4,7 @@ against the token loop."""
 import pytest
 import torch
 
-from flaop.launch.delta import gdn, gdn_recurrent
+from flaop.launch.delta import gdn, recurrent
 from flaop.testing import gdn_inputs, gdn_oracle, relative_error, worst_error
 from flaop.validation.gated_delta_rule import check
 
@@ -22,7 +22,7 @@ LIMITS = {torch.float32: 3e-5, FP16: 2e-3}
 WORST = {torch.float32: 1e-4, FP16: 5e-2}
 # a root mean square that counts as zero: what fast gates leave of a state, gradients that cancel
 ZERO = 1e-6
-PATHS = {"chunk": gdn, "recurrent": gdn_recurrent}
+PATHS = {"chunk": gdn, "recurrent": recurrent}
 
 
 def gdn_call(inputs, **options):
