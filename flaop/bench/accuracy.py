@@ -39,7 +39,7 @@ class Slice:
         self.tokens = min(TOKENS, s.T if s.lengths is None else s.lengths[0])
         self.heads = min(HEADS, s.H)
         self.value_heads = self.heads * (s.HV // s.H)
-        self.K = s.K
+        self.all_value_heads = s.HV
         self.whole_sequences = self.tokens == (s.T if s.lengths is None else s.lengths[0])
 
     def cut(self, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -53,7 +53,8 @@ class Slice:
         if name == "A_log":
             return x[: self.value_heads]
         if name == "dt_bias":
-            return x[: self.value_heads] if x.dim() == 2 else x[: self.value_heads * self.K]
+            # Per head, or per head and channel: then flat or not.
+            return x[: self.value_heads * (x.shape[0] // self.all_value_heads)]
         raise ValueError(f"no rule to cut {name}")
 
     def inputs(self, inputs: dict) -> dict:

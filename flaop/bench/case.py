@@ -12,14 +12,13 @@ from flaop.bench.families import ATTENTION, family, family_name
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 GATES = ("fast", "slow", "mixed")
-PRECOMPUTED = "precomputed"
-GATE_KINDS = ("bounded", "softplus", PRECOMPUTED)
 MODES = ("fwd", "fwdbwd", "step")
 
 PRESETS = {
     "h96": "B1T8192H96K128V128",
     "h64": "B1T8192H64K128V128",
     "h32": "B1T8192H32K128V128",
+    "gdn": "B1T8192H16HV32K128V128",
     "long": "B1T65536H32K128V128",
     "batch": "B8T2048H32K128V128",
     "wide": "B8T2048H32K256V256",
@@ -118,11 +117,13 @@ class Case:
             raise ValueError(f"mode step measures one decode token: {self.op} does not serve it")
         if self.mode == "step" and set(self.shape.lengths or (self.shape.T,)) != {1}:
             raise ValueError(f"mode step measures one token: the shape {self.shape} needs T1")
-        if family(self.op).decay and self.gate_kind != PRECOMPUTED:
-            raise ValueError(f"{self.op} has no gate in its kernel: the gate kind is {PRECOMPUTED}")
+        kinds = family(self.op).gate_kinds
+        if self.gate_kind not in kinds:
+            lack = f"has no {self.gate_kind} gate in its kernel"
+            raise ValueError(f"{self.op} {lack}: the gate kind is {' or '.join(kinds)}")
         if self.split_size and not self.op.startswith("chunk_"):
             raise ValueError(f"split_size changes nothing for {self.op}: measure a chunk op")
-        if self.split_size and not family(self.op).decay:
+        if self.split_size and not family(self.op).splits:
             raise ValueError(f"{self.op} has no split_size")
 
     def to_dict(self) -> dict:
@@ -138,17 +139,14 @@ class Case:
     def options(self) -> dict:
         """How ``flaop.testing`` is asked for the inputs; recorded in the JSON too."""
         state = self.mode == "step"
-        common = {
+        return {
             "gates": self.gates,
             "initial_state": state,
             "output_final_state": state,
             "state_v_first": self.state_v_first,
             "seed": self.seed,
+            **family(self.op).options(self.gate_kind),
         }
-        if family(self.op).decay:
-            return common
-        kind = None if self.gate_kind == PRECOMPUTED else self.gate_kind
-        return {**common, "gate_in_kernel": kind, "l2norm": True, "beta_sigmoid": True}
 
 
 def build_inputs(case: Case) -> dict:

@@ -9,24 +9,21 @@ from pathlib import Path
 
 import torch
 
-from flaop.bench import decay_suite, plot, report, suites
-from flaop.bench.case import (
-    DTYPES,
-    GATE_KINDS,
-    GATES,
-    MODES,
-    PRECOMPUTED,
-    PRESETS,
-    Case,
-    parse_shape,
-)
+from flaop.bench import decay_suite, delta_suite, plot, report, suites
+from flaop.bench.case import DTYPES, GATES, MODES, PRESETS, Case, parse_shape
 from flaop.bench.contenders import PEERS
-from flaop.bench.families import ATTENTION, OPS, family
+from flaop.bench.families import ATTENTION, GATE_KINDS, OPS, family
 from flaop.bench.runner import Settings, run_case
 from flaop.bench.suites import Entry
 
 AUTO = "auto"
-SUITES = ("foundation", "decay", "crossover")
+# Suites with targets: their cases, and what judges the records.
+JUDGED = {
+    "foundation": (suites.foundation, suites.judge),
+    "decay": (decay_suite.decay, decay_suite.judge_decay),
+    "delta": (delta_suite.delta, delta_suite.judge_delta),
+}
+SUITES = (*JUDGED, "crossover")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -52,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
         "--gate-kind",
         nargs="+",
         choices=GATE_KINDS,
-        help="default: bounded; precomputed for ops without a gate in the kernel",
+        help="default: bounded for KDA, precomputed for the others",
     )
     p.add_argument(
         "--split-size",
@@ -73,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--first-call",
         choices=("none", "flaop", "all"),
-        help="whose first call is timed in a fresh process (default: flaop's in the foundation)",
+        help="whose first call is timed in a fresh process (default: flaop's where a suite asks)",
     )
     p.add_argument("--first-call-timeout", type=float, default=600.0, metavar="SECONDS")
     p.add_argument("--json", **path, help="write the records, by default under benchmarks/results")
@@ -103,10 +100,9 @@ def choose_device(text: str | None) -> str:
 def plan(args: argparse.Namespace, device: str) -> list[Entry]:
     """The cases that the arguments ask for; raises ValueError."""
     dtype = args.dtype or ("bf16" if device.startswith("cuda") else "fp32")
-    if args.suite == "foundation":
-        entries = suites.foundation(device, args.seed)
-    elif args.suite == "decay":
-        entries = decay_suite.decay(device, args.seed)
+    if args.suite in JUDGED:
+        build, _ = JUDGED[args.suite]
+        entries = build(device, args.seed)
     elif args.suite == "crossover" or args.op == ["crossover"]:
         if args.shape and len(args.shape) > 1:
             raise ValueError("the crossover takes one --shape; its T is replaced")
@@ -133,7 +129,7 @@ def _products(args: argparse.Namespace, device: str, dtype: str):
         for text in args.shape or [default]:
             shape = parse_shape(text, lengths)
             for op in args.op or ["fused_recurrent_kda" if step else "chunk_kda"]:
-                gate = kind or (PRECOMPUTED if family(op).decay else "bounded")
+                gate = kind or family(op).gate_kinds[0]
                 case = Case(
                     *(op, mode, shape, dtype, gates, gate, device, args.seed),
                     *(args.state_v_first, split),
@@ -226,15 +222,13 @@ def _summary(args, entries: list[Entry], records: list[dict]) -> None:
     )
     for line in report.ratios(records):
         print(line)
-    if args.suite == "foundation":
-        print("\ntargets")
-        for verdict in suites.judge(entries, records):
-            print(verdict)
     if args.suite == "decay":
         for line in decay_suite.gate_cost(entries, records):
             print(line)
-        verdicts = decay_suite.judge_decay(entries, records)
-        print("\ntargets" if verdicts else "targets: of a GPU only")
+    if args.suite in JUDGED:
+        _, judge = JUDGED[args.suite]
+        verdicts = judge(entries, records)
+        print("\ntargets" if verdicts else "targets: none for these cases")
         for verdict in verdicts:
             print(verdict)
     if args.suite == "crossover" or args.op == ["crossover"]:

@@ -9,11 +9,22 @@ from collections.abc import Callable
 
 import torch
 
-from flaop.bench.families import family, family_name, oracle
+from flaop.bench.families import family_name, oracle
 
-PEERS = ("fla",)
+PEERS = ("fla", "flash_qla")
 # fla hands some shapes to other libraries unless told not to; the peer meant here is fla itself.
 FLA_ENVIRONMENT = {"FLA_FLASH_QLA": "0", "FLA_FLASH_KDA": "0"}
+
+# Arguments of flaop that functions of fla do not have; some swallow them.
+FLA_LACKS = {
+    "retention": ("state_v_first",),
+    "delta_rule": ("use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first"),
+}
+FLA_NAMES = {"fused_recurrent_gla": {"g": "gk"}}
+FLASH_QLA_LACKS = (
+    *("use_gate_in_kernel", "A_log", "dt_bias"),
+    *("use_beta_sigmoid_in_kernel", "allow_neg_eigval"),
+)
 
 Function = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
@@ -32,23 +43,32 @@ def _fla(op: str) -> Function:
     os.environ.update(FLA_ENVIRONMENT)
     if not op.startswith(("chunk_", "fused_recurrent_")):
         raise Unavailable(f"fla has no {op}")
+    name = family_name(op)
+    lacks = ("split_size", *FLA_LACKS.get(name, ()))
+    return _peer("fla", f"fla.ops.{name}", op, lacks, FLA_NAMES.get(op, {}))
+
+
+def _flash_qla(op: str) -> Function:
+    if op != "chunk_gated_delta_rule":
+        raise Unavailable(f"FlashQLA has no {op}")
+    return _peer("FlashQLA", "flash_qla", op, FLASH_QLA_LACKS, {})
+
+
+def _peer(
+    peer: str, module: str, op: str, lacks: tuple[str, ...], renamed: dict[str, str]
+) -> Function:
+    """``op`` of a peer's module under its names; an argument it lacks must not be asked for."""
     try:
-        module = importlib.import_module(f"fla.ops.{family_name(op)}")
-        function = getattr(module, op)
+        function = getattr(importlib.import_module(module), op)
+    # Importing a peer may raise anything; the reason goes into the record.
     except Exception as error:
-        raise Unavailable(f"fla cannot be imported ({first_line(error)})") from error
-    return _fla_decay(op, function) if family(op).decay else function
+        raise Unavailable(f"{peer} cannot be imported ({first_line(error)})") from error
 
-
-def _fla_decay(op: str, function: Function) -> Function:
-    """With fla's names; some of its functions swallow arguments they do not have."""
-    renamed = {"g": "gk"} if op == "fused_recurrent_gla" else {}
-
-    def call(split_size: int = 0, **inputs):
-        if split_size:
-            raise Unavailable("fla has no split_size")
-        if op.endswith("retention") and inputs.pop("state_v_first"):
-            raise Unavailable(f"fla's {op} has no state_v_first")
+    def call(**inputs):
+        for name in lacks:
+            value = inputs.pop(name, None)
+            if isinstance(value, torch.Tensor) or value:
+                raise Unavailable(f"{peer}'s {op} has no {name}")
         return function(**{renamed.get(name, name): value for name, value in inputs.items()})
 
     return call
@@ -68,7 +88,14 @@ def _torch(op: str) -> Function:
     return attention
 
 
-_LOADERS = {"flaop": _flaop, "fla": _fla, "token loop": _token_loop, "torch": _torch}
+_LOADERS = {
+    "flaop": _flaop,
+    "fla": _fla,
+    "flash_qla": _flash_qla,
+    "token loop": _token_loop,
+    "torch": _torch,
+}
+PACKAGES = {"fla": "fla-core", "flash_qla": "flash-qla", "token loop": "flaop"}
 
 
 def load(contender: str, op: str) -> Function:
@@ -78,9 +105,8 @@ def load(contender: str, op: str) -> Function:
 
 def version(contender: str) -> str | None:
     """The installed version of the library behind a contender."""
-    package = {"fla": "fla-core", "token loop": "flaop"}.get(contender, contender)
     try:
-        return importlib.metadata.version(package)
+        return importlib.metadata.version(PACKAGES.get(contender, contender))
     except importlib.metadata.PackageNotFoundError:
         return None
 

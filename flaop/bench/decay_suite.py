@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from flaop.bench.case import DTYPES, PRECOMPUTED, PRESETS, Case, parse_shape
+import functools
+
+from flaop.bench.case import DTYPES, parse_shape
 from flaop.bench.families import CHUNK
-from flaop.bench.suites import TOKEN_LOOP, Entry, Target, Verdict, by_label, figure, judge
+from flaop.bench.suites import (
+    Entry,
+    Target,
+    Verdict,
+    by_label,
+    cpu_entry,
+    entry,
+    figure,
+    judge,
+)
 from flaop.bench.timing import MIB
 
 SPLIT = 8 * CHUNK
@@ -26,31 +37,23 @@ DECAY_TARGETS = (
 
 def decay(device: str, seed: int = 0) -> list[Entry]:
     """Every speed and memory line of the decay families. Without a GPU: a line each on the CPU."""
-
-    def entry(label, op, mode, preset, dtype="bf16", split_size=0, **options):
-        case = Case(
-            op, mode, parse_shape(PRESETS[preset]), dtype, "mixed", PRECOMPUTED, device, seed,
-            split_size=split_size,
-        )  # fmt: skip
-        return Entry(label, case, **options)
-
     if not device.startswith("cuda"):
-        return [
-            entry(f"{name} cpu", f"chunk_{name}", "fwd", "cpu", "fp32", others=(TOKEN_LOOP,))
-            for name in ("simple_gla", "gla", "retention")
-        ]
+        names = ("simple_gla", "gla", "retention")
+        return [cpu_entry(f"{name} cpu", f"chunk_{name}", seed) for name in names]
+    make = functools.partial(entry, device=device, seed=seed)
     entries = []
     for name in ("simple_gla", "gla"):
-        op = f"chunk_{name}"
-        entries.append(entry(f"{name} fwd", op, "fwd", "h96", first_call=True))
-        entries.append(entry(f"{name} fwdbwd", op, "fwdbwd", "h96"))
-        entries.append(entry(f"{name} split", op, "fwdbwd", "h96", split_size=SPLIT))
+        op, shape = f"chunk_{name}", parse_shape("h96")
+        entries.append(make(f"{name} fwd", op, "fwd", shape, first_call=True))
+        entries.append(make(f"{name} fwdbwd", op, "fwdbwd", shape))
+        entries.append(make(f"{name} split", op, "fwdbwd", shape, split_size=SPLIT))
     for mode in ("fwd", "fwdbwd"):
-        entries.append(entry(f"retention {mode}", "chunk_retention", mode, "wide"))
+        entries.append(make(f"retention {mode}", "chunk_retention", mode, parse_shape("wide")))
     for name in ("simple_gla", "gla"):
         for batch in (256, 32, 1):
+            shape = parse_shape(f"decode{batch}")
             label = f"{name} step B{batch}"
-            entries.append(entry(label, f"fused_recurrent_{name}", "step", f"decode{batch}"))
+            entries.append(make(label, f"fused_recurrent_{name}", "step", shape))
     return entries
 
 

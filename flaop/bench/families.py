@@ -9,13 +9,15 @@ import torch
 
 CHUNK = 64
 ATTENTION = "scaled_dot_product_attention"
+PRECOMPUTED = "precomputed"
+GATE_KINDS = ("bounded", "softplus", PRECOMPUTED)
 
 
 @dataclass(frozen=True)
 class Family:
     """What the benchmark must know of ``name``, ``chunk_name`` and ``fused_recurrent_name``."""
 
-    # Sizes, dtype, device, lengths and the case's options to the keyword arguments of the ops.
+    # Sizes, dtype, device, lengths and a case's options to the keyword arguments of the ops.
     inputs: Callable[..., dict]
     # Takes these arguments, returns o and the final state in float64.
     oracle: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
@@ -24,8 +26,12 @@ class Family:
     backward: Callable[[int, int], float]
     # FLOPs per token, value head and state element of the recurrent form.
     recurrent: int
-    # No gate in the kernel; split_size bounds the states that the backward keeps.
-    decay: bool
+    # How the gate may be given; the first is the default.
+    gate_kinds: tuple[str, ...] = (PRECOMPUTED,)
+    # Gate kind to the options that the inputs of this family alone have.
+    options: Callable[[str], dict] = lambda kind: {}
+    # split_size bounds the states that the backward keeps.
+    splits: bool = False
 
 
 def _kda_inputs(*sizes, **options) -> dict:
@@ -58,8 +64,34 @@ def _retention_inputs(*sizes, **options) -> dict:
     return _without(simple_gla_inputs(*sizes, gate=None, **options), "g", "g_gamma")
 
 
+def _gdn_inputs(*sizes, **options) -> dict:
+    from flaop.testing import gdn_inputs
+
+    return gdn_inputs(*sizes, **options)
+
+
+def _delta_rule_inputs(*sizes, **options) -> dict:
+    inputs = _gdn_inputs(*sizes, gate=None, **options)
+    return _without(inputs, "g", "A_log", "dt_bias", "use_gate_in_kernel")
+
+
 def _without(inputs: dict, *names: str) -> dict:
     return {name: value for name, value in inputs.items() if name not in names}
+
+
+def _kda_options(kind: str) -> dict:
+    gate = None if kind == PRECOMPUTED else kind
+    return {"gate_in_kernel": gate, "l2norm": True, "beta_sigmoid": True}
+
+
+def _gdn_options(kind: str) -> dict:
+    """A log gate comes with beta itself, a raw one with its logit."""
+    ready = kind == PRECOMPUTED
+    return {"gate": "g" if ready else kind, "l2norm": True, "beta_sigmoid": not ready}
+
+
+def _delta_rule_options(kind: str) -> dict:
+    return {"l2norm": True}
 
 
 def _kda_oracle(**inputs):
@@ -85,6 +117,16 @@ def _retention_oracle(v, **inputs):
     return _simple_gla_oracle(v=v, g_gamma=torch.log1p(-(2.0 ** (-5 - head))), **inputs)
 
 
+def _gdn_oracle(**inputs):
+    from flaop.testing import gdn_oracle
+
+    return gdn_oracle(**inputs)
+
+
+def _delta_rule_oracle(**inputs):
+    return _gdn_oracle(g=None, **inputs)
+
+
 def _attention_oracle(q, k, v):
     q, k = (x.double().transpose(1, 2) for x in (q, k))
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
@@ -93,13 +135,23 @@ def _attention_oracle(q, k, v):
     return (weights @ v.double().transpose(1, 2)).transpose(1, 2), None
 
 
-def _kda_forward(K: int, V: int) -> float:
+def _delta_forward(K: int, V: int) -> float:
+    """Three products with the state; two pair matrices; the inverse and the scores times values."""
     return 6 * K * V + 4 * CHUNK * (K + V)
 
 
 def _kda_backward(K: int, V: int) -> float:
     """At K = V = 128: 475 thousand, against 164 thousand forward."""
-    return _kda_forward(K, V) * 475 / 163.84
+    return _delta_forward(K, V) * 475 / 163.84
+
+
+def _delta_backward(K: int, V: int) -> float:
+    """A gate per head or none, from the inputs alone.
+
+    States again (4KV + 2CV), their gradients (6KV + 4CV), gradients within the chunk (6KV, 8CK and
+    4CV) and the pair matrices again (4CK).
+    """
+    return 16 * K * V + CHUNK * (12 * K + 10 * V)
 
 
 def _decay_forward(K: int, V: int) -> float:
@@ -113,11 +165,22 @@ def _decay_backward(K: int, V: int) -> float:
 
 
 def _decay(inputs: Callable, oracle: Callable) -> Family:
-    return Family(inputs, oracle, _decay_forward, _decay_backward, recurrent=5, decay=True)
+    return Family(inputs, oracle, _decay_forward, _decay_backward, recurrent=5, splits=True)
 
 
 FAMILIES = {
-    "kda": Family(_kda_inputs, _kda_oracle, _kda_forward, _kda_backward, 7, decay=False),
+    "kda": Family(
+        *(_kda_inputs, _kda_oracle, _delta_forward, _kda_backward, 7, GATE_KINDS, _kda_options)
+    ),
+    "gated_delta_rule": Family(
+        *(_gdn_inputs, _gdn_oracle, _delta_forward, _delta_backward, 7),
+        gate_kinds=(PRECOMPUTED, "softplus"),
+        options=_gdn_options,
+    ),
+    "delta_rule": Family(
+        *(_delta_rule_inputs, _delta_rule_oracle, _delta_forward, _delta_backward, 6),
+        options=_delta_rule_options,
+    ),
     "simple_gla": _decay(_simple_gla_inputs, _simple_gla_oracle),
     "gla": _decay(_gla_inputs, _gla_oracle),
     "retention": _decay(_retention_inputs, _retention_oracle),

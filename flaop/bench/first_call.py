@@ -22,6 +22,7 @@ CACHES = {
     "TRITON_CACHE_DIR": "triton",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "CUDA_CACHE_PATH": "cuda",
+    "TILELANG_CACHE_DIR": "tilelang",
 }
 
 

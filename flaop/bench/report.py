@@ -17,8 +17,11 @@ import torch
 from flaop.bench import contenders, floors
 from flaop.bench.families import ATTENTION, family_name
 
+# Families whose gate is not an input.
+FIXED_GATES = {"retention": "constant", "delta_rule": "none"}
+
 COLUMNS = (
-    ("op", 26),
+    ("op", 32),
     ("contender", 10),
     ("mode", 6),
     ("shape", 24),
@@ -112,11 +115,8 @@ def _number(value: float | None) -> str:
 def cells(record: dict) -> list[str]:
     shape = "".join(f"{k}{v}" for k, v in _short_shape(record["shape"]).items())
     quadratic = record["op"] == ATTENTION
-    gate = f"{record['gates']} {record['gate_kind']}"
-    if quadratic:
-        gate = "-"
-    elif family_name(record["op"]) == "retention":
-        gate = "constant"
+    drawn = f"{record['gates']} {record['gate_kind']}"
+    gate = "-" if quadratic else FIXED_GATES.get(family_name(record["op"]), drawn)
     split = f" split {record['split_size']}" if record["split_size"] else ""
     figures = ("eager_ms", "graph_ms", "host_us", "peak_mib", "first_call_s", "rel_err", "floor_ms")
     return [

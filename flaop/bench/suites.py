@@ -1,10 +1,11 @@
-"""Fixed sets of cases: the foundation's lines with their targets, and the crossover."""
+"""Fixed sets of cases: what they share, the foundation's targets and the crossover."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flaop.bench.case import PRESETS, Case, parse_shape
+from flaop.bench.case import Case, Shape, parse_shape
+from flaop.bench.families import ATTENTION, PRECOMPUTED, family
 from flaop.bench.report import best_ms, case_key
 
 CROSSOVER_T = (512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -34,6 +35,8 @@ class Target:
     ratio_to: str | None = None
     # That contender's milliseconds on an H200 on 2026-11-29, for a run without it.
     quoted: float | None = None
+    # The entry whose figure is taken off first: what a backward adds to the forward.
+    less: str | None = None
 
 
 @dataclass(frozen=True)
@@ -47,24 +50,45 @@ class Verdict:
         return f"{state:>12}  {self.text}"
 
 
+def entry(
+    label: str,
+    op: str,
+    mode: str,
+    shape: Shape,
+    device: str,
+    seed: int = 0,
+    dtype: str = "bf16",
+    gate_kind: str | None = None,
+    split_size: int = 0,
+    others: tuple[str, ...] = (),
+    first_call: bool = False,
+) -> Entry:
+    """A case with mixed gates, by default of the first kind that the family takes."""
+    kind = gate_kind or family(op).gate_kinds[0]
+    case = Case(op, mode, shape, dtype, "mixed", kind, device, seed, split_size=split_size)
+    return Entry(label, case, others, first_call)
+
+
+def cpu_entry(label: str, op: str, seed: int) -> Entry:
+    """A forward on the CPU beside the token loop, of a log gate in fp32."""
+    shape = parse_shape("cpu")
+    return entry(*(label, op, "fwd", shape, "cpu", seed, "fp32", PRECOMPUTED), others=(TOKEN_LOOP,))
+
+
 def foundation(device: str, seed: int = 0) -> list[Entry]:
     """Every speed and memory line of the foundation. Without a GPU: the CPU line alone."""
     entries = []
     if device.startswith("cuda"):
         for kind in ("bounded", "softplus"):
             for mode in ("fwd", "fwdbwd"):
-                shape = parse_shape(PRESETS["h96"])
-                case = Case("chunk_kda", mode, shape, "bf16", "mixed", kind, device, seed)
-                entries.append(Entry(f"{mode} {kind}", case, first_call=kind == "bounded"))
-        for preset in ("decode256", "decode32", "decode1"):
-            shape = parse_shape(PRESETS[preset])
-            case = Case(
-                "fused_recurrent_kda", "step", shape, "bf16", "mixed", "bounded", device, seed
-            )
-            entries.append(Entry(f"step B{shape.B}", case))
-    shape = parse_shape(PRESETS["cpu"])
-    case = Case("chunk_kda", "fwd", shape, "fp32", "mixed", "precomputed", "cpu", seed)
-    return [*entries, Entry("cpu", case, others=(TOKEN_LOOP,))]
+                what = (f"{mode} {kind}", "chunk_kda", mode, parse_shape("h96"), device, seed)
+                first = kind == "bounded"
+                entries.append(entry(*what, gate_kind=kind, first_call=first))
+        for batch in (256, 32, 1):
+            shape = parse_shape(f"decode{batch}")
+            what = (f"step B{batch}", "fused_recurrent_kda", "step", shape, device, seed)
+            entries.append(entry(*what))
+    return [*entries, cpu_entry("cpu", "chunk_kda", seed)]
 
 
 FOUNDATION_TARGETS = (
@@ -78,7 +102,9 @@ FOUNDATION_TARGETS = (
     Target("fwdbwd bounded", "peak extra memory, forward + backward (MiB)", "peak_mib", 4500),
     Target("fwd bounded", "host time of an eager call without gradient (us)", "host_us", 300),
     Target("fwd bounded", "first call, forward (s)", "first_call_s", 20),
-    Target("fwdbwd bounded", "first call, backward added (s)", "first_call_s", 30),
+    Target(
+        "fwdbwd bounded", "first call, backward added (s)", "first_call_s", 30, less="fwd bounded"
+    ),
     Target("step B256", "fused_recurrent_kda T = 1, B256 H32, CUDA graph (ms)", "graph_ms", 0.300),
     Target("step B32", "fused_recurrent_kda T = 1, B32 H32, CUDA graph (ms)", "graph_ms", 0.045),
     Target("cpu", "forward on the CPU against the token loop", "best_ms", 5.0, TOKEN_LOOP),
@@ -110,8 +136,8 @@ def judge(
         if target.label not in labels:
             continue
         value = figure(found.get((target.label, "flaop")), target.figure)
-        if target.text.startswith("first call, backward"):
-            forward = figure(found.get(("fwd bounded", "flaop")), target.figure)
+        if target.less is not None:
+            forward = figure(found.get((target.less, "flaop")), target.figure)
             value = None if None in (value, forward) else value - forward
         if target.ratio_to is None:
             verdicts.append(_absolute(target, value))
@@ -164,9 +190,9 @@ def crossover(
         shape = type(first)(first.B, T, first.H, first.HV, first.K, first.V)
         for mode in modes:
             # One draw of inputs serves the three ops.
-            for op in ("chunk_kda", "fused_recurrent_kda", "scaled_dot_product_attention"):
-                case = Case(op, mode, shape, dtype, "mixed", "bounded", device)
-                entries.append(Entry(f"T{T} {mode} {op}", case))
+            for op in ("chunk_kda", "fused_recurrent_kda", ATTENTION):
+                label = f"T{T} {mode} {op}"
+                entries.append(entry(label, op, mode, shape, device, dtype=dtype))
     return entries
 
 
@@ -184,10 +210,8 @@ def crossing(records: list[dict]) -> list[str]:
             if r["mode"] == mode and time_of(r) is not None
         }
         for op in ("chunk_kda", "fused_recurrent_kda"):
-            both = sorted(
-                T for o, T in times if o == op and ("scaled_dot_product_attention", T) in times
-            )
-            faster = [T for T in both if times[op, T] < times["scaled_dot_product_attention", T]]
+            both = sorted(T for o, T in times if o == op and (ATTENTION, T) in times)
+            faster = [T for T in both if times[op, T] < times[ATTENTION, T]]
             if both:
                 found = f"from T = {faster[0]} on" if faster else f"at no T up to {both[-1]}"
                 lines.append(f"{mode}: {op} is faster than attention {found}")

@@ -2,6 +2,8 @@
 
 from flaop.nn.attention import Attention, AttentionCache, AttentionState
 from flaop.nn.conv import ShortConvolution
+from flaop.nn.deltanet import DeltaNet
+from flaop.nn.gated_deltanet import GatedDeltaNet
 from flaop.nn.gla import GatedLinearAttention
 from flaop.nn.kda import KimiDeltaAttention, KimiDeltaAttentionCache, KimiDeltaAttentionState
 from flaop.nn.mamba2 import Mamba2Mixer, Mamba2State
@@ -16,6 +18,8 @@ __all__ = [
     "Attention",
     "AttentionCache",
     "AttentionState",
+    "DeltaNet",
+    "GatedDeltaNet",
     "GatedLinearAttention",
     "GatedRMSNorm",
     "HybridBlock",

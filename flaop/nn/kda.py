@@ -11,7 +11,7 @@ from flaop.nn.recurrent import (
     StateCache,
     check_dt_range,
     draw_rates,
-    inverse_softplus,
+    draw_softplus_gate,
 )
 
 GATES = ("softplus", "bounded")
@@ -105,11 +105,10 @@ class KimiDeltaAttention(LinearAttentionLayer):
     @torch.no_grad()
     def reset_gate(self) -> None:
         """Draws A_log and dt_bias so that both gates start with the same decay rates A * dt."""
-        A, dt = draw_rates(self.A_log, self.dt_bias, self.dt_range)
         if self.lower_bound is None:
-            self.A_log.copy_(A.log())
-            self.dt_bias.copy_(inverse_softplus(dt))
+            draw_softplus_gate(self.A_log, self.dt_bias, self.dt_range)
             return
+        A, dt = draw_rates(self.A_log, self.dt_bias, self.dt_range)
         rate = dt * A.repeat_interleave(self.head_dim)
         self.A_log.zero_()
         self.dt_bias.copy_(torch.logit((rate / -self.lower_bound).clamp(max=0.9)))

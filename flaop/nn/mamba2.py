@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from flaop.functional_mamba2 import mamba2_ssd
 from flaop.nn.conv import ShortConvolution
 from flaop.nn.norm import RMSNorm
-from flaop.nn.recurrent import RecurrentLayer, check_dt_range, draw_rates, inverse_softplus
+from flaop.nn.recurrent import RecurrentLayer, check_dt_range, draw_softplus_gate
 
 
 class Mamba2State(NamedTuple):
@@ -82,12 +82,9 @@ class Mamba2Mixer(RecurrentLayer):
             norm_eps=config.norm_eps,
         )
 
-    @torch.no_grad()
     def reset_gate(self) -> None:
         """Draws A_log and dt_bias."""
-        A, dt = draw_rates(self.A_log, self.dt_bias, self.dt_range)
-        self.A_log.copy_(A.log())
-        self.dt_bias.copy_(inverse_softplus(dt))
+        draw_softplus_gate(self.A_log, self.dt_bias, self.dt_range)
 
     def initial_state(self, batch_size: int) -> Mamba2State:
         """A state of zeros, in the parameters' dtype (the recurrent part in float32)."""

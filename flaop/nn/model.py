@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flaop.nn.attention import Attention
+from flaop.nn.deltanet import DeltaNet
+from flaop.nn.gated_deltanet import GatedDeltaNet
 from flaop.nn.gla import GatedLinearAttention
 from flaop.nn.kda import KimiDeltaAttention
 from flaop.nn.mamba2 import Mamba2Mixer
@@ -22,6 +24,8 @@ LAYERS: dict[str, type[nn.Module]] = {
     "retention": MultiScaleRetention,
     "lightning": LightningAttention,
     "mamba2": Mamba2Mixer,
+    "gdn": GatedDeltaNet,
+    "deltanet": DeltaNet,
     "attention": Attention,
 }
 

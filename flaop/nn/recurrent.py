@@ -170,5 +170,13 @@ def draw_rates(
     return A, torch.empty_like(dt_bias).uniform_(*map(math.log, dt_range)).exp()
 
 
+@torch.no_grad()
+def draw_softplus_gate(A_log: Tensor, dt_bias: Tensor, dt_range: tuple[float, float]) -> None:
+    """Draws both so that -exp(A_log) softplus(dt_bias) is -A * dt."""
+    A, dt = draw_rates(A_log, dt_bias, dt_range)
+    A_log.copy_(A.log())
+    dt_bias.copy_(inverse_softplus(dt))
+
+
 def inverse_softplus(x: Tensor) -> Tensor:
     return x + torch.log(-torch.expm1(-x))

@@ -20,6 +20,7 @@ def test_shape_is_read_in_any_order_and_with_defaults():
     assert parse_shape("t64h4d32") == Shape(1, 64, 4, 4, 32, 32)
     assert parse_shape("D32T64H4V8") == Shape(1, 64, 4, 4, 32, 8)
     assert parse_shape("h96") == Shape(1, 8192, 96, 96, 128, 128)
+    assert parse_shape("gdn", (1300, 547)) == Shape(1, 1847, 16, 32, 128, 128, (1300, 547))
 
 
 def test_every_preset_is_a_shape_and_prints_as_itself():
@@ -62,7 +63,7 @@ def test_step_needs_one_token_and_a_recurrent_op():
 
 
 def test_decay_cases_that_mean_nothing_are_refused():
-    with pytest.raises(ValueError, match="chunk_gla has no gate in its kernel"):
+    with pytest.raises(ValueError, match="chunk_gla has no bounded gate in its kernel"):
         case("chunk_gla")
     with pytest.raises(ValueError, match="chunk_retention does not serve it"):
         case("chunk_retention", "step", "B2T1H1D16", kind="precomputed")
@@ -70,6 +71,42 @@ def test_decay_cases_that_mean_nothing_are_refused():
         case("gla", kind="precomputed", split_size=64)
     with pytest.raises(ValueError, match="chunk_kda has no split_size"):
         case(split_size=64)
+
+
+def test_delta_cases_that_mean_nothing_are_refused():
+    with pytest.raises(ValueError, match="the gate kind is precomputed or softplus"):
+        case("chunk_gated_delta_rule")
+    with pytest.raises(ValueError, match="delta_rule has no softplus gate"):
+        case("delta_rule", kind="softplus")
+    with pytest.raises(ValueError, match="chunk_gated_delta_rule does not serve it"):
+        case("chunk_gated_delta_rule", "step", "B2T1H1D16", kind="precomputed")
+    for op in ("chunk_gated_delta_rule", "chunk_delta_rule"):
+        with pytest.raises(ValueError, match=f"{op} has no split_size"):
+            case(op, kind="precomputed", split_size=64)
+
+
+@pytest.mark.parametrize(
+    ("op", "kind", "names"),
+    [
+        ("chunk_gated_delta_rule", "precomputed", {"q", "k", "v", "g", "beta"}),
+        ("gated_delta_rule", "softplus", {"q", "k", "v", "g", "beta", "A_log", "dt_bias"}),
+        ("chunk_delta_rule", "precomputed", {"q", "k", "v", "beta"}),
+    ],
+)
+def test_delta_inputs(op, kind, names):
+    forward = build_inputs(case(op, kind=kind, dtype="bf16"))
+    both = build_inputs(case(op, "fwdbwd", kind=kind, dtype="bf16"))
+    assert set(leaves(both)) == names and not leaves(forward)
+    assert all(torch.equal(forward[name], both[name]) for name in names)
+    # beta itself beside a log gate, which is fp32; its logit beside a raw one
+    ready = kind == "precomputed"
+    assert forward["use_beta_sigmoid_in_kernel"] is not ready
+    assert bool((forward["beta"] > 0).all()) is ready
+    if "g" in names:
+        assert forward["g"].dim() == 3
+        assert forward["g"].dtype == (torch.float32 if ready else torch.bfloat16)
+    step = build_inputs(case(op.removeprefix("chunk_"), "step", "B3T1H2K16V32", kind=kind))
+    assert step["initial_state"].shape == (3, 2, 16, 32) and step["output_final_state"]
 
 
 @pytest.mark.parametrize(
@@ -123,10 +160,11 @@ def meta_inputs(text, mode, state=False):
     """Inputs of a large case without their storage."""
     s = parse_shape(text)
     new = {"dtype": torch.bfloat16, "device": "meta", "requires_grad": mode == "fwdbwd"}
-    inputs = {name: torch.empty(s.B, s.T, s.H, s.K, **new) for name in "qkvg"}
-    inputs["beta"] = torch.empty(s.B, s.T, s.H, **new)
+    inputs = {name: torch.empty(s.B, s.T, s.H, s.K, **new) for name in "qk"}
+    inputs |= {name: torch.empty(s.B, s.T, s.HV, s.K, **new) for name in "vg"}
+    inputs["beta"] = torch.empty(s.B, s.T, s.HV, **new)
     if state:
-        inputs["initial_state"] = torch.empty(s.B, s.H, s.K, s.V, device="meta")
+        inputs["initial_state"] = torch.empty(s.B, s.HV, s.K, s.V, device="meta")
     return {**inputs, "output_final_state": state}
 
 
@@ -163,6 +201,35 @@ def test_floors_of_decay_families(op, milliseconds):
     assert floors.backward_flops(one) == pytest.approx(tokens * 10 * (128 * 128 + 64 * 128))
     step = case("gla", "step", "decode32", kind="precomputed")
     assert floors.forward_flops(step) == 32 * 32 * 5 * 128 * 128
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "milliseconds"),
+    [
+        ("gdn", "fwd", 0.06),
+        ("gdn", "fwdbwd", 0.06 + 0.17),
+        ("B256T1H16HV32D128", "step", 0.252),
+        ("B32T1H16HV32D128", "step", 0.032),
+    ],
+)
+def test_floors_of_the_gated_delta_rule(text, mode, milliseconds):
+    op = "fused_recurrent_gated_delta_rule" if mode == "step" else "chunk_gated_delta_rule"
+    inputs = meta_inputs(text, mode, state=mode == "step")
+    inputs["g"] = torch.empty_like(inputs["beta"], dtype=torch.float32)
+    one = case(op, mode, text, kind="precomputed", dtype="bf16")
+    assert floors.work(one, inputs)["floor_ms"] == pytest.approx(milliseconds, rel=0.03)
+
+
+def test_flops_of_delta_families():
+    tokens = 8192 * 32
+    for op in ("chunk_gated_delta_rule", "chunk_delta_rule"):
+        one = case(op, "fwdbwd", "gdn", kind="precomputed")
+        assert floors.forward_flops(one) == tokens * (6 * 128 * 128 + 4 * 64 * 256)
+        backward = 16 * 128 * 128 + 64 * (12 * 128 + 10 * 128)
+        assert floors.backward_flops(one) == pytest.approx(tokens * backward)
+    for op, flops in (("gated_delta_rule", 7), ("delta_rule", 6)):
+        step = case(op, "step", "decode32", kind="precomputed")
+        assert floors.forward_flops(step) == 32 * 32 * flops * 128 * 128
 
 
 def test_small_work_rotates_over_more_than_the_l2():

@@ -67,7 +67,31 @@ def test_decay_suite_on_the_cpu(monkeypatch, capsys):
     monkeypatch.setitem(PRESETS, "cpu", "B1T100H1D16")
     assert main(["--device", "cpu", "--suite", "decay", "--quick"]) == 0
     out = capsys.readouterr().out
-    assert "chunk_gla / chunk_simple_gla of flaop = " in out and "targets: of a GPU only" in out
+    assert "chunk_gla / chunk_simple_gla of flaop = " in out
+    assert "targets: none for these cases" in out
+
+
+def test_delta_suite_on_the_cpu(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(PRESETS, "cpu", "B1T100H1D16")
+    status, data = run(tmp_path / "a.json", "--suite", "delta")
+    assert status == 0 and "targets: none for these cases" in capsys.readouterr().out
+    found = [(r["op"], r["contender"], r["gate_kind"]) for r in data["records"]]
+    assert found == [
+        (op, contender, "precomputed")
+        for op in ("chunk_gated_delta_rule", "chunk_delta_rule")
+        for contender in ("flaop", "token loop")
+    ]
+
+
+def test_delta_ops_and_their_gates(tmp_path, capsys):
+    ops = ["--op", "chunk_gated_delta_rule", "delta_rule", "--mode", "fwdbwd"]
+    status, data = run(tmp_path / "a.json", *ops, "--shape", "T100H1HV2D16")
+    assert status == 0 and max(r["rel_err"] for r in data["records"]) < 1e-4
+    out = capsys.readouterr().out
+    assert "mixed precomputed" in out and "none" in out
+    raw = ["--op", "gated_delta_rule", "--gate-kind", "softplus"]
+    status, data = run(tmp_path / "a.json", *raw)
+    assert status == 0 and data["records"][0]["inputs"]["beta_sigmoid"]
 
 
 def test_step_and_packed(tmp_path):
@@ -119,6 +143,23 @@ def test_a_wrong_result_is_not_timed(tmp_path, monkeypatch):
     assert "wrong result" in data["records"][0]["note"]
 
 
+@pytest.mark.parametrize("op", ["chunk_kda", "chunk_gated_delta_rule"])
+def test_a_backward_that_a_peer_refuses_is_a_note(op, monkeypatch):
+    from flaop.bench.runner import Settings, run_case
+
+    def load(*_):
+        def refuse(**inputs):
+            raise RuntimeError("not on this triton")
+
+        return refuse
+
+    monkeypatch.setattr("flaop.bench.runner.load", load)
+    case = Case(op, "fwdbwd", parse_shape("T8H1D16"), "fp32", "mixed", "precomputed", "cpu")
+    record = run_case(case, "flash_qla", Settings(quick=True, first_call=True))
+    assert record["status"] == "unavailable" and record["eager_ms"] is None
+    assert record["note"] == "RuntimeError: not on this triton"
+
+
 def test_a_peer_that_fails_is_unavailable(tmp_path, monkeypatch):
     from flaop.bench.runner import Settings, run_case
 
@@ -142,7 +183,8 @@ def test_a_peer_that_fails_is_unavailable(tmp_path, monkeypatch):
         (["--suite", "crossover", "--shape", "T8H1HV2D16"], "HV = H"),
         (["--suite", "foundation", "--device", "cpu", "--only", "zzz"], "no case"),
         (["--lengths", "4,x"], "--lengths"),
-        (["--op", "gla", "--gate-kind", "softplus"], "gla has no gate in its kernel"),
+        (["--op", "gla", "--gate-kind", "softplus"], "gla has no softplus gate in its kernel"),
+        (["--op", "gated_delta_rule", "--gate-kind", "bounded"], "is precomputed or softplus"),
         (["--split-size", "64"], "chunk_kda has no split_size"),
     ],
 )
@@ -189,7 +231,7 @@ def test_first_call_says_why_there_is_no_figure():
 def test_importing_the_benchmark_imports_no_peer():
     code = (
         "import sys, flaop.bench; "
-        "print([m for m in ('triton', 'matplotlib', 'fla') if m in sys.modules])"
+        "print([m for m in ('triton', 'matplotlib', 'fla', 'flash_qla') if m in sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ)

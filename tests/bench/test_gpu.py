@@ -22,6 +22,9 @@ pytestmark = [
         ("chunk_gla", "fwdbwd", "B1T256H4D128"),
         ("chunk_retention", "fwd", "B1T256H4D256"),
         ("fused_recurrent_gla", "step", "B2T1H4D128"),
+        ("chunk_gated_delta_rule", "fwdbwd", "B1T256H2HV4D128"),
+        ("chunk_delta_rule", "fwdbwd", "B1T256H4D128"),
+        ("fused_recurrent_gated_delta_rule", "step", "B2T1H2HV4D128"),
     ],
 )
 def test_every_column(op, mode, shape):

@@ -1,10 +1,25 @@
-"""The targets of the suites and the crossover, judged on made-up records."""
+"""The cases of the suites at small sizes; targets and crossover on made-up records."""
+
+from dataclasses import replace
 
 import pytest
 
-from flaop.bench.decay_suite import decay, gate_cost, judge_decay, state_bytes
+from flaop.bench import floors
+from flaop.bench.accuracy import relative_errors
+from flaop.bench.case import Shape, build_inputs, parse_shape
+from flaop.bench.cli import JUDGED
+from flaop.bench.contenders import load
+from flaop.bench.decay_suite import DECAY_TARGETS, decay, gate_cost, judge_decay, state_bytes
+from flaop.bench.delta_suite import DELTA_TARGETS, delta, judge_delta
 from flaop.bench.runner import new_record
-from flaop.bench.suites import TOKEN_LOOP, crossing, crossover, foundation, judge
+from flaop.bench.suites import (
+    FOUNDATION_TARGETS,
+    TOKEN_LOOP,
+    crossing,
+    crossover,
+    foundation,
+    judge,
+)
 
 FIGURES = {
     "fwd bounded": {"eager_ms": 1.0, "peak_mib": 700, "host_us": 200, "first_call_s": 10},
@@ -16,11 +31,48 @@ FIGURES = {
 }
 
 
-def records(entries):
-    made = []
+def small(case):
+    """The case on a CPU with everything but its kind cut down."""
+    s = case.shape
+    H, lengths = min(s.H, 2), None if s.lengths is None else (30, 5, 35)
+    B, T = min(s.B, 2), min(s.T, 70)
+    shape = Shape(B, T, H, H * (s.HV // s.H), 16, 16, lengths)
+    return replace(case, device="cpu", dtype="fp32", shape=shape)
+
+
+@pytest.mark.parametrize("suite", JUDGED)
+def test_every_case_is_right_at_a_small_size(suite):
+    build, _ = JUDGED[suite]
+    entries = build("cuda")
+    assert len({entry.label for entry in entries}) == len(entries)
     for entry in entries:
-        made.append({**new_record(entry.case, "flaop"), **FIGURES.get(entry.label, {})})
-    return made
+        case = small(entry.case)
+        inputs = build_inputs(case)
+        assert floors.work(case, inputs)["floor_ms"] > 0
+        errors = relative_errors(case, load("flaop", case.op), inputs)
+        assert max(errors.values()) < 1e-4, entry.label
+
+
+@pytest.mark.parametrize(
+    ("suite", "targets"),
+    [("foundation", FOUNDATION_TARGETS), ("decay", DECAY_TARGETS), ("delta", DELTA_TARGETS)],
+)
+def test_every_target_is_of_a_case(suite, targets):
+    build, judge_suite = JUDGED[suite]
+    entries = build("cuda")
+    labels = {entry.label for entry in entries}
+    assert {name for t in targets for name in (t.label, t.less)} - {None} <= labels
+    firsts = {t.label for t in targets if t.figure == "first_call_s"}
+    assert firsts <= {entry.label for entry in entries if entry.first_call}
+    verdicts = judge_suite(entries, [])
+    assert len({v.text for v in verdicts}) == len(verdicts) >= len(targets)
+    assert judge_suite([], []) == []
+
+
+def records(entries, figures):
+    return [
+        {**new_record(entry.case, "flaop"), **figures.get(entry.label, {})} for entry in entries
+    ]
 
 
 def lines(entries, found):
@@ -29,7 +81,7 @@ def lines(entries, found):
 
 def test_targets_without_a_peer_use_quoted_figures_and_say_so():
     entries = foundation("cuda")
-    verdicts = lines(entries, records(entries))
+    verdicts = lines(entries, records(entries, FIGURES))
     forward = verdicts["forward, bounded gate, H96"]
     assert forward.met and forward.value == pytest.approx(2.63)
     assert "not the same run" in forward.text
@@ -44,7 +96,7 @@ def test_targets_without_a_peer_use_quoted_figures_and_say_so():
 
 def test_a_peer_of_the_same_run_replaces_the_quoted_figure():
     entries = foundation("cuda")
-    found = records(entries)
+    found = records(entries, FIGURES)
     peer = {**new_record(entries[0].case, "fla"), "eager_ms": 1.5}
     forward = lines(entries, [*found, peer])["forward, bounded gate, H96"]
     assert forward.met is False and forward.value == 1.5 and "same run" in forward.text
@@ -89,16 +141,9 @@ DECAY_FIGURES = {
 }
 
 
-def decay_records(entries):
-    return [
-        {**new_record(entry.case, "flaop"), **DECAY_FIGURES.get(entry.label, {})}
-        for entry in entries
-    ]
-
-
 def test_targets_of_the_decay_families():
     entries = decay("cuda")
-    found = decay_records(entries)
+    found = records(entries, DECAY_FIGURES)
     verdicts = {v.text.split(":")[0]: v for v in judge_decay(entries, found)}
     forward = verdicts["chunk_simple_gla forward, H96"]
     assert forward.met is False and forward.value == pytest.approx(0.69 / 0.5)
@@ -122,7 +167,7 @@ def test_targets_of_the_decay_families():
 
 def test_decay_lines_that_were_left_out_are_not_judged():
     entries = [entry for entry in decay("cuda") if "fwdbwd" in entry.label]
-    verdicts = judge_decay(entries, decay_records(entries))
+    verdicts = judge_decay(entries, records(entries, DECAY_FIGURES))
     assert len(verdicts) == 3 and not any("split" in v.text for v in verdicts)
     entries = [
         entry for entry in decay("cuda") if "split" in entry.label or "fwdbwd" in entry.label
@@ -133,7 +178,49 @@ def test_decay_lines_that_were_left_out_are_not_judged():
 
 def test_cost_of_a_gate_per_channel():
     entries = decay("cuda")
-    assert gate_cost(entries, decay_records(entries)) == [
+    assert gate_cost(entries, records(entries, DECAY_FIGURES)) == [
         "fwd: chunk_gla / chunk_simple_gla of flaop = 2.00",
         "fwdbwd: chunk_gla / chunk_simple_gla of flaop = 2.50",
     ]
+
+
+DELTA_FIGURES = {
+    "gdn fwd": {
+        "eager_ms": 0.55, "graph_ms": 0.51, "host_us": 200, "peak_mib": 150, "first_call_s": 5,
+    },
+    "gdn fwd H64": {"eager_ms": 0.7, "graph_ms": 0.9},
+    "gdn fwdbwd": {"eager_ms": 2.1, "first_call_s": 31},
+    "delta fwd": {"host_us": 260, "first_call_s": 4},
+    "delta fwdbwd": {"first_call_s": 20},
+}  # fmt: skip
+
+
+def test_targets_of_the_delta_families():
+    entries = delta("cuda")
+    found = records(entries, DELTA_FIGURES)
+    verdicts = {v.text.split(":")[0]: v for v in judge_delta(entries, found)}
+    gdn, rule = "chunk_gated_delta_rule", "chunk_delta_rule"
+    assert {text: verdict.met for text, verdict in verdicts.items()} == {
+        f"{gdn} forward, CUDA graph (ms)": False,
+        f"{gdn} forward, eager (ms)": True,
+        f"{gdn} forward, H64, eager (ms)": True,
+        f"{gdn} forward + backward (ms)": False,
+        f"{gdn}, peak without gradient (MiB)": True,
+        f"{gdn}, host time of a call (us)": True,
+        f"{gdn}, first call (s)": True,
+        f"{gdn}, first call, backward added (s)": False,
+        f"{rule}, host time of a call (us)": False,
+        f"{rule}, first call (s)": True,
+        f"{rule}, first call, backward added (s)": True,
+    }
+    assert verdicts[f"{gdn}, first call, backward added (s)"].value == 26
+
+
+def test_cases_of_the_delta_suite():
+    cases = {entry.label: entry.case for entry in delta("cuda")}
+    assert cases["gdn fwd"].shape == parse_shape("B1T8192H16HV32K128V128")
+    assert cases["gdn fwd packed"].shape.N == 6 and cases["gdn fwd packed"].shape.T == 8192
+    assert cases["gdn step B32"].shape == parse_shape("B32T1H16HV32K128V128")
+    # beta as it is, which every peer takes
+    assert not cases["gdn fwd"].options["beta_sigmoid"]
+    assert cases["gdn fwd fused"].options["beta_sigmoid"]

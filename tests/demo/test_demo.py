@@ -48,7 +48,11 @@ def test_everything_in_a_short_run(device, tmp_path, capsys):
         assert json.loads(file.metadata()["config"])["num_layers"] == 2
 
 
-OPS = {"gla": "gla", **dict.fromkeys(("retention", "lightning", "mamba2"), "simple_gla")}
+OPS = {
+    "gla": "gla",
+    **dict.fromkeys(("retention", "lightning", "mamba2"), "simple_gla"),
+    **dict.fromkeys(("gdn", "deltanet"), "gated_delta_rule"),
+}
 
 
 @pytest.mark.parametrize(

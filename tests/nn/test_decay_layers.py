@@ -1,4 +1,7 @@
-"""The layers of the decay families: pieces, packing, decode from a cache, graphs, constants."""
+"""The recurrent layers beside KDA's: pieces, packing, decode from a cache, graphs, constants.
+
+What the layers of the delta rules have of their own is in test_delta_layers.py.
+"""
 
 import contextlib
 
@@ -11,6 +14,8 @@ from torch.nn import functional as F
 import flaop
 from flaop.decode import Decoder
 from flaop.nn import (
+    DeltaNet,
+    GatedDeltaNet,
     GatedLinearAttention,
     HybridConfig,
     HybridModel,
@@ -21,6 +26,7 @@ from flaop.nn import (
 from flaop.testing import mamba2_oracle, relative_error
 
 GROUPED = {"num_v_heads": 4, "head_v_dim": 24, "conv_size": 4, "state_v_first": True}
+DELTA = {**GROUPED, "allow_neg_eigval": True}
 DEPTH = {"layer_idx": 1, "num_layers": 3}
 LAYERS = {
     "gla": lambda: GatedLinearAttention(32, 2, 16),
@@ -31,9 +37,16 @@ LAYERS = {
     "lightning grouped": lambda: LightningAttention(32, 2, 16, **GROUPED, **DEPTH),
     "mamba2": lambda: Mamba2Mixer(32, 4, 16, state_size=8),
     "mamba2 grouped": lambda: Mamba2Mixer(32, 4, 16, state_size=8, num_groups=2),
+    "gdn": lambda: GatedDeltaNet(32, 2, 16),
+    "gdn grouped": lambda: GatedDeltaNet(32, 2, 16, **DELTA, use_gate=False),
+    "deltanet": lambda: DeltaNet(32, 2, 16),
+    "deltanet grouped": lambda: DeltaNet(32, 2, 16, **{**DELTA, "conv_size": 0}, use_gate=True),
 }
-NAMES = ("gla", "retention", "lightning", "mamba2")
-OPS = {"gla": "gla", **dict.fromkeys(("retention", "lightning", "mamba2"), "simple_gla")}
+OPS = {
+    "gla": "gla",
+    **dict.fromkeys(("retention", "lightning", "mamba2"), "simple_gla"),
+    **dict.fromkeys(("gdn", "deltanet"), "gated_delta_rule"),
+}
 MODES = {
     "train": contextlib.nullcontext,
     "no_grad": torch.no_grad,
@@ -165,6 +178,8 @@ _FIRST = {
     ("retention", "no_grad"),
     ("lightning", "autocast"),
     ("mamba2", "inference_mode"),
+    ("gdn", "autocast"),
+    ("deltanet", "train"),
 }
 
 
@@ -172,7 +187,7 @@ _FIRST = {
     "name, mode",
     [
         pytest.param(name, mode, marks=[] if (name, mode) in _FIRST else pytest.mark.slow)
-        for name in NAMES
+        for name in OPS
         for mode in MODES
     ],
 )
@@ -195,7 +210,7 @@ def test_one_graph_in_every_mode(device, name, mode):
         assert relative_error(a, b) < (6e-2 if mode == "autocast" else 5e-4), parameter
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", OPS)
 def test_decode_step_in_a_model_compiles_once(device, name):
     config = HybridConfig(
         vocab_size=32, hidden_size=32, num_layers=1, layers=(name,), num_heads=2, head_dim=16,
@@ -229,10 +244,11 @@ def test_decay_of_retention_and_lightning(device):
 
 def test_mamba2_against_the_recurrence(device):
     """The whole layer, its convolution and projections written out."""
-    layer = Mamba2Mixer(32, 4, 8, state_size=16, num_groups=2).to(device, torch.float64)
+    dtype, limit = (torch.float64, 1e-10) if device == "cpu" else (torch.float32, 1e-5)
+    layer = Mamba2Mixer(32, 4, 8, state_size=16, num_groups=2).to(device, dtype)
     torch.nn.init.normal_(layer.conv1d.bias)
     torch.nn.init.normal_(layer.norm.weight)
-    x = torch.randn(2, 70, 32, dtype=torch.float64, device=device)
+    x = torch.randn(2, 70, 32, dtype=dtype, device=device)
     y, state = layer(x, output_state=True)
     z, mixed, dt = layer.in_proj(x).cpu().split([32, 32 + 64, 4], dim=-1)
     conv = layer.conv1d.cpu()
@@ -245,8 +261,8 @@ def test_mamba2_against_the_recurrence(device):
         dt_softplus=True,
     )  # fmt: skip
     expected = layer.out_proj(F.rms_norm(o.flatten(2), (32,), layer.norm.weight, 1e-5))
-    assert relative_error(y, expected) < 1e-10
-    assert relative_error(state.recurrent, states) < 1e-10
+    assert relative_error(y, expected) < limit
+    assert relative_error(state.recurrent, states) < limit
 
 
 def test_gate_of_gla_starts_with_a_long_memory():
@@ -257,8 +273,8 @@ def test_gate_of_gla_starts_with_a_long_memory():
 
 def test_forced_backend(device):
     x = torch.randn(1, 80, 16, device=device)
-    for layer in (GatedLinearAttention(16, 1, 16), MultiScaleRetention(16, 1, 16)):
-        layer = layer.to(device)
+    for kind in (GatedLinearAttention, MultiScaleRetention, GatedDeltaNet, DeltaNet):
+        layer = kind(16, 1, 16).to(device)
         with torch.no_grad():
             layer.backend = "fused_recurrent"
             recurrent = layer(x)[0]
@@ -283,7 +299,7 @@ def test_bad_arguments():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", OPS)
 def test_captured_decode(name):
     """Prompt by the chunk path, then the compiled step in a CUDA graph: a full run's choices."""
     config = HybridConfig(
