@@ -10,7 +10,8 @@ JOBS ?= 2
 GPU_JOBS ?= 14
 
 BUILD_REQUIREMENTS = "setuptools>=77,<82" ninja cmake pybind11
-REQUIREMENTS = expecttest hypothesis matplotlib numpy pytest pytest-timeout pytest-xdist safetensors tqdm
+REQUIREMENTS = expecttest hypothesis matplotlib numpy pytest pytest-timeout pytest-xdist safetensors tqdm \
+	"transformers>=5.5,<5.25"
 
 ifeq ($(strip $(VENV)),)
 PYTHON := python3

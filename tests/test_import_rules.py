@@ -32,6 +32,11 @@ LAYERS = [
     ("flaop/functional_mamba2.py", {"torch", "flaop.functional_decay"}, set()),
     ("flaop/functional_retention.py", {"torch", "flaop._paths"}, set()),
     ("flaop/functional_stages.py", {"torch"}, set()),
+    (
+        "flaop/integrations",
+        {"torch", "flaop.functional", "flaop.functional_gated_delta_rule"},
+        {"transformers"},
+    ),
     ("flaop/_paths.py", {"torch", "flaop._extension", "flaop._version"}, set()),
     ("flaop/_extension.py", {"torch", "flaop._bindings"}, set()),
 ]

@@ -1,0 +1,1 @@
+"""flaop inside other libraries' models. Nothing here is imported by `import flaop`."""
