@@ -55,6 +55,12 @@ class KdaBackward(ctypes.Structure):
     ]
 
 
+class GlaIntra(ctypes.Structure):
+    """struct flaop_gla_intra of csrc/kernels/gla/gla.h."""
+
+    _fields_ = [("call", KdaCall), *_structure(pointers="A qg kg decay")]
+
+
 @functools.cache
 def library():
     """The loaded library, or None if it was not built."""
@@ -63,22 +69,27 @@ def library():
     loaded = ctypes.CDLL(str(LIBRARY))
     loaded.flaop_kda_intra_launch.argtypes = [ctypes.POINTER(KdaIntra), ctypes.c_void_p]
     loaded.flaop_kda_bwd_launch.argtypes = [ctypes.POINTER(KdaBackward), ctypes.c_void_p]
+    loaded.flaop_gla_intra_launch.argtypes = [ctypes.POINTER(GlaIntra), ctypes.c_void_p]
     loaded.flaop_cuda_error.restype = ctypes.c_char_p
     return loaded
+
+
+def serves_gla(call):
+    """Whether the CUDA kernel can do the forward within the chunks of a call."""
+    return (
+        enabled
+        and call.q.device.type == "cuda"
+        and (call.q.dtype, call.K) == (torch.bfloat16, 128)
+        and call.g.dtype in (torch.bfloat16, torch.float32)
+        and arch(call.q.device) == ARCH
+        and library() is not None
+    )
 
 
 def serves_kda(call):
     """Whether the CUDA kernels can do the within-chunk work of a call."""
     gates = (call.beta, call.A_log, call.dt_bias)
-    return (
-        enabled
-        and call.q.device.type == "cuda"
-        and (call.q.dtype, call.K, call.V) == (torch.bfloat16, 128, 128)
-        and call.g.dtype in (torch.bfloat16, torch.float32)
-        and all(x is None or x.dtype in DTYPES for x in gates)
-        and arch(call.q.device) == ARCH
-        and library() is not None
-    )
+    return call.V == 128 and all(x is None or x.dtype in DTYPES for x in gates) and serves_gla(call)
 
 
 def _pointers(*tensors):
@@ -86,15 +97,14 @@ def _pointers(*tensors):
 
 
 def _kda_call(p, row0, row1):
-    call, table = p.call, p.table
+    call = p.call
     if not call.use_gate_in_kernel:
         gate = GATE_LOG
     else:
         gate = GATE_SOFTPLUS if call.lower_bound is None else GATE_BOUNDED
     beta_kind = int(call.use_beta_sigmoid_in_kernel) * (2 if call.allow_neg_eigval else 1)
-    bounds, rows = (table.bounds, table.rows) if table else (None, None)
     return KdaCall(
-        *_pointers(p.q, p.k, p.v, p.g, p.beta, p.A_log, p.dt_bias, bounds, rows),
+        *_pointers(p.q, p.k, p.v, p.g, p.beta, p.A_log, p.dt_bias, p.bounds, p.table_rows),
         call.scale, call.lower_bound or 0.0, call.T, call.B, call.H, call.HV, row0, row1,
         gate, p.gate["BOUNDED"], call.use_qk_l2norm_in_kernel, beta_kind,
         *(0 if x is None else DTYPES[x.dtype] for x in (p.g, p.beta, p.A_log, p.dt_bias)),
@@ -133,3 +143,15 @@ def kda_backward(p, A, v_new, h, do, dv_new, dh, dq, dk, dv, dg, dbeta, dA_log, 
     tensors = _pointers(A, v_new, h, do, dv_new, dh, dq, dk, dv, dg, dbeta, dA_log, ddt_bias)
     params = KdaBackward(_kda_call(p, 0, p.rows), *tensors)
     _launch("flaop_kda_bwd_launch", params, p.q.device, (p.g.dtype,))
+
+
+def gla_intra(p, A, qg, kg, decay, row0, row1):
+    """Decayed operands of rows [row0, row1), and A unless None, in one launch."""
+    call, none = p.call, (None,) * 3
+    gate = KdaCall(
+        *_pointers(p.q, p.k, None, p.g, *none, p.bounds, p.table_rows),
+        call.scale, 0.0, call.T, call.B, call.H, call.HV, row0, row1,
+        GATE_LOG, False, False, 0, DTYPES[p.g.dtype], 0, 0, 0,
+    )  # fmt: skip
+    params = GlaIntra(gate, *_pointers(A, qg, kg, decay))
+    _launch("flaop_gla_intra_launch", params, p.q.device, (p.g.dtype, A is None))

@@ -13,57 +13,8 @@
 namespace flaop {
 namespace {
 
-// qg, kg and decay go out; k becomes k exp2(G) in place.
-__device__ void decayed_operands(const flaop_kda_intra& p, Shared& s, int64_t tile) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int channel = 8 * (lane % 16);
-  float before[8], after[8], all[8];
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    before[j] = after[j] = 0.f;
-    for (int m = 0; m < kBlocks; ++m) {
-      const float total = s.total[m][channel + j];
-      if (m < warp) before[j] += total;
-      if (m > warp) after[j] += total;
-    }
-    const float own = s.total[warp][channel + j];
-    all[j] = before[j] + own + after[j];
-    after[j] += own;
-  }
-  if (warp == 0 && lane < 16) {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) p.decay[tile * kHead + channel + j] = exp2_approx(all[j]);
-  }
-  __nv_bfloat16* qg = static_cast<__nv_bfloat16*>(p.qg) + tile * kTokens * kHead;
-  __nv_bfloat16* kg = static_cast<__nv_bfloat16*>(p.kg) + tile * kTokens * kHead;
-#pragma unroll 2
-  for (int i = 0; i < kBlock; i += 2) {
-    const int t = warp * kBlock + i + lane / 16;
-    const float q_scale = s.q_norm[t] * p.call.scale, k_scale = s.k_norm[t];
-    const uint4 q4 = *reinterpret_cast<const uint4*>(&s.q[t][channel]);
-    const uint4 k4 = *reinterpret_cast<const uint4*>(&s.k[t][channel]);
-    const uint32_t qs[4] = {q4.x, q4.y, q4.z, q4.w}, ks[4] = {k4.x, k4.y, k4.z, k4.w};
-    float out_q[8], out_g[8], out_k[8];
-#pragma unroll
-    for (int j = 0; j < 8; j += 2) {
-      const float2 x = unpack_bf16(qs[j / 2]), y = unpack_bf16(ks[j / 2]);
-      const float2 e = load2(&s.gate[t][channel + j]);
-      const float f0 = exp2_approx(before[j] + e.x), f1 = exp2_approx(before[j + 1] + e.y);
-      out_q[j] = x.x * q_scale * f0;
-      out_q[j + 1] = x.y * q_scale * f1;
-      out_k[j] = y.x * k_scale * f0;
-      out_k[j + 1] = y.y * k_scale * f1;
-      out_g[j] = y.x * k_scale * exp2_approx(after[j] - e.x);
-      out_g[j + 1] = y.y * k_scale * exp2_approx(after[j + 1] - e.y);
-    }
-    store8(qg + t * kHead + channel, out_q);
-    store8(kg + t * kHead + channel, out_g);
-    store8(&s.k[t][channel], out_k);
-  }
-}
-
 // A warp's finished blocks: L scaled into shared memory, A_qk to memory.
-__device__ void finish_pairs(const flaop_kda_intra& p, Shared& s, const PairSums& sums, int I,
+__device__ void finish_pairs(const flaop_kda_intra& p, Shared& s, const PairSums<true>& sums, int I,
                              int J, int64_t token, int length, int head) {
   const int lane = threadIdx.x % 32, r = lane / 4, c = 2 * (lane % 4);
   float* L = reinterpret_cast<float*>(s.q);
@@ -224,7 +175,7 @@ __global__ void __launch_bounds__(kThreads, 3) kda_intra_kernel(const flaop_kda_
   // Six blocks below the diagonal and four on it: three or two a warp.
   constexpr int kRows[kBlocks][2] = {{1, 2}, {2, 3}, {3, 0}, {3, 0}};
   constexpr int kColumns[kBlocks][2] = {{0, 0}, {1, 1}, {2, -1}, {0, -1}};
-  PairSums sums[3];
+  PairSums<true> sums[3];
   if constexpr (!LOAD_A) {
 #pragma unroll
     for (int i = 0; i < 3; ++i) sums[i].clear();
@@ -238,7 +189,9 @@ __global__ void __launch_bounds__(kThreads, 3) kda_intra_kernel(const flaop_kda_
   }
   __syncthreads();
   const int64_t tile = static_cast<int64_t>(local) * call.HV + head;
-  decayed_operands(p, s, tile);
+  decayed_operands<true>({static_cast<__nv_bfloat16*>(p.qg), static_cast<__nv_bfloat16*>(p.kg),
+                          p.decay, call.scale, tile},
+                         s);
   __syncthreads();  // q and the gate sums are done with
   load_tile<kThreads>(s.late.v, call.v, token, call.HV, head, length);
   copy_commit();

@@ -1,5 +1,5 @@
-// Shared memory of the within-chunk forward of KDA, gate sums and products of token pairs (see
-// intra.cu).
+// Within one chunk, for KDA (intra.cu) and GLA (../gla/intra.cu): shared memory, gate sums,
+// products of token pairs, decayed operands.
 #pragma once
 #include "common.cuh"
 
@@ -66,14 +66,18 @@ __device__ __forceinline__ void sum_gates(const flaop_kda_call& p, Shared& s, in
   });
 }
 
-// Sums over the channels for one 16 x 16 block of pairs.
+// Sums over the channels for one 16 x 16 block of pairs: of q and k, with KK of k and k too.
+template <bool KK>
 struct PairSums {
-  float qk[2][4], kk[2][4];  // per 8 columns
+  float qk[2][4], kk[KK ? 2 : 1][4];  // per 8 columns
   __device__ void clear() {
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) qk[n][i] = kk[n][i] = 0.f;
+      for (int i = 0; i < 4; ++i) {
+        qk[n][i] = 0.f;
+        if constexpr (KK) kk[n][i] = 0.f;
+      }
   }
 };
 
@@ -82,20 +86,23 @@ __device__ __forceinline__ float2 load_pair(const __nv_bfloat16* x) {
 }
 
 // One step of 16 channels: products of scaled rows (q and k) with scaled columns (k).
-__device__ __forceinline__ void accumulate(PairSums& sums, const uint32_t (&q)[4],
+template <bool KK>
+__device__ __forceinline__ void accumulate(PairSums<KK>& sums, const uint32_t (&q)[4],
                                            const uint32_t (&k)[4], const uint32_t (&column)[2][2]) {
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
     mma(sums.qk[n], q, column[n][0], column[n][1], __nv_bfloat16());
-    mma(sums.kk[n], k, column[n][0], column[n][1], __nv_bfloat16());
+    if constexpr (KK) mma(sums.kk[n], k, column[n][0], column[n][1], __nv_bfloat16());
   }
 }
 
 __device__ __forceinline__ uint32_t scaled(float2 x, float2 exponent) {
   return pack_bf16(multiply(x, exp2_pair(exponent)));
 }
+
 // Blocks I > J: rows through the start of I, columns from after them to the start of I.
-__device__ void pairs_between(const Shared& s, PairSums& sums, int I, int J) {
+template <bool KK>
+__device__ void pairs_between(const Shared& s, PairSums<KK>& sums, int I, int J) {
   const int lane = threadIdx.x % 32, r = lane / 4, p = 2 * (lane % 4);
   const int row = I * kBlock + r, column = J * kBlock + r;
 #pragma unroll 2
@@ -123,7 +130,8 @@ __device__ void pairs_between(const Shared& s, PairSums& sums, int I, int J) {
 }
 
 // One block with itself, gates in [-5, 0].
-__device__ void pairs_within_bounded(const Shared& s, PairSums& sums, int I) {
+template <bool KK>
+__device__ void pairs_within_bounded(const Shared& s, PairSums<KK>& sums, int I) {
   const int lane = threadIdx.x % 32, r = lane / 4, p = 2 * (lane % 4);
   const int row = I * kBlock + r;
 #pragma unroll 2
@@ -147,10 +155,10 @@ __device__ void pairs_within_bounded(const Shared& s, PairSums& sums, int I) {
 }
 
 // One level of one block: rows in upper, columns in lower halves of blocks of 2 LEVEL tokens.
-template <int LEVEL>
-__device__ void pairs_level(const Shared& s, PairSums& sums, int I) {
+template <int LEVEL, bool KK>
+__device__ void pairs_level(const Shared& s, PairSums<KK>& sums, int I) {
   const int lane = threadIdx.x % 32, r = lane / 4, p = 2 * (lane % 4);
-  PairSums level;
+  PairSums<KK> level;
   level.clear();
 #pragma unroll 2
   for (int c = 0; c < kHead; c += 16) {
@@ -179,18 +187,19 @@ __device__ void pairs_level(const Shared& s, PairSums& sums, int I) {
       const int row = r + 8 * (i / 2), column = 8 * n + p + i % 2;
       const bool together = row / (2 * LEVEL) == column / (2 * LEVEL);
       sums.qk[n][i] += together ? level.qk[n][i] : 0.f;
-      sums.kk[n][i] += together ? level.kk[n][i] : 0.f;
+      if constexpr (KK) sums.kk[n][i] += together ? level.kk[n][i] : 0.f;
     }
 }
 
 // One block with itself, any gate. The diagonal of A_qk is a plain product of rows.
-__device__ void pairs_within(const Shared& s, PairSums& sums, int I) {
+template <bool KK>
+__device__ void pairs_within(const Shared& s, PairSums<KK>& sums, int I) {
   pairs_level<8>(s, sums, I);
   pairs_level<4>(s, sums, I);
   pairs_level<2>(s, sums, I);
   pairs_level<1>(s, sums, I);
   const int lane = threadIdx.x % 32, r = lane / 4, p = 2 * (lane % 4);
-  PairSums plain;
+  PairSums<false> plain;
   plain.clear();
 #pragma unroll 2
   for (int c = 0; c < kHead; c += 16) {
@@ -211,6 +220,64 @@ __device__ void pairs_within(const Shared& s, PairSums& sums, int I) {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       if (r + 8 * (i / 2) == 8 * n + p + i % 2) sums.qk[n][i] += plain.qk[n][i];
+}
+
+// Where decayed operands go; tile counts chunks and value heads.
+struct DecayedOperands {
+  __nv_bfloat16 *qg, *kg;  // [tile, 64, 128]
+  float* decay;            // [tile, 128]
+  float scale;
+  int64_t tile;
+};
+
+// qg, kg and decay go out; with KEEP k becomes k exp2(G) in place.
+template <bool KEEP>
+__device__ void decayed_operands(const DecayedOperands& p, Shared& s) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int channel = 8 * (lane % 16);
+  float before[8], after[8], all[8];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    before[j] = after[j] = 0.f;
+    for (int m = 0; m < kBlocks; ++m) {
+      const float total = s.total[m][channel + j];
+      if (m < warp) before[j] += total;
+      if (m > warp) after[j] += total;
+    }
+    const float own = s.total[warp][channel + j];
+    all[j] = before[j] + own + after[j];
+    after[j] += own;
+  }
+  if (warp == 0 && lane < 16) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) p.decay[p.tile * kHead + channel + j] = exp2_approx(all[j]);
+  }
+  __nv_bfloat16* qg = p.qg + p.tile * kTokens * kHead;
+  __nv_bfloat16* kg = p.kg + p.tile * kTokens * kHead;
+#pragma unroll 2
+  for (int i = 0; i < kBlock; i += 2) {
+    const int t = warp * kBlock + i + lane / 16;
+    const float q_scale = s.q_norm[t] * p.scale, k_scale = s.k_norm[t];
+    const uint4 q4 = *reinterpret_cast<const uint4*>(&s.q[t][channel]);
+    const uint4 k4 = *reinterpret_cast<const uint4*>(&s.k[t][channel]);
+    const uint32_t qs[4] = {q4.x, q4.y, q4.z, q4.w}, ks[4] = {k4.x, k4.y, k4.z, k4.w};
+    float out_q[8], out_g[8], out_k[8];
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) {
+      const float2 x = unpack_bf16(qs[j / 2]), y = unpack_bf16(ks[j / 2]);
+      const float2 e = load2(&s.gate[t][channel + j]);
+      const float f0 = exp2_approx(before[j] + e.x), f1 = exp2_approx(before[j + 1] + e.y);
+      out_q[j] = x.x * q_scale * f0;
+      out_q[j + 1] = x.y * q_scale * f1;
+      out_k[j] = y.x * k_scale * f0;
+      out_k[j + 1] = y.y * k_scale * f1;
+      out_g[j] = y.x * k_scale * exp2_approx(after[j] - e.x);
+      out_g[j + 1] = y.y * k_scale * exp2_approx(after[j + 1] - e.y);
+    }
+    store8(qg + t * kHead + channel, out_q);
+    store8(kg + t * kHead + channel, out_g);
+    if constexpr (KEEP) store8(&s.k[t][channel], out_k);
+  }
 }
 
 }  // namespace

@@ -7,6 +7,7 @@ from flaop.triton_kernels.decay.bwd_channel import (
 )
 from flaop.triton_kernels.decay.intra import chunk_gla_fwd_kernel_intra
 
+from .. import cuda
 from ..kernel import Kernel
 from .problem import CHUNK
 
@@ -21,9 +22,12 @@ def run_intra(p, A, qg, kg, decay, row0, row1):
     A [B, T, HV, BT]; qg, kg [rows', HV, BT, K]; decay [rows', HV, K] fp32. Grid: (row, value head).
     """
     call = p.call
+    if cuda.serves_gla(call):
+        cuda.gla_intra(p, A, qg, kg, decay, row0, row1)
+        return
     tiles, options = p.config(configs.intra)
-    split = options.pop("split")
-    passes = [(True, False), (False, True)] if split else [(True, True)]
+    options = dict(options)
+    passes = [(True, False), (False, True)] if options.pop("split") else [(True, True)]
     for store_A, store_decayed in passes if A is not None else [(False, True)]:
         _intra(
             ((row1 - row0) * call.HV,),
