@@ -4,6 +4,7 @@ Interpreter, or compiled at first use and launched from a cache.
 """
 
 import contextlib
+import functools
 import threading
 
 import torch
@@ -34,6 +35,22 @@ def arch(device):
             )
         _arch[device] = 10 * major + minor
     return _arch[device]
+
+
+@functools.cache
+def processors(device):
+    """Multiprocessors of a GPU; 0 for other devices."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def configured(function, target, K, V, chunk_size, dtype, *flags):
+    """(constexpr tiles, launch options) of a configuration function; calls share the two."""
+    options = function(target, K, V, dtype, *flags)
+    names = [name for name in ("BK", "BV", "BN") if name in options]
+    return {"K": K, "V": V, "BT": chunk_size} | {n: options.pop(n) for n in names}, options
 
 
 def prepare(x):
@@ -72,6 +89,26 @@ def not_warmed(name):
     )
 
 
+def _key(index, args, constants, options):
+    return (
+        index, *constants.values(), *options.items(),
+        *[a.dtype if isinstance(a, torch.Tensor) else a is None or type(a) for a in args],
+    )  # fmt: skip
+
+
+def _device_index(args):
+    return next(a for a in args if isinstance(a, torch.Tensor)).device.index
+
+
+def _run(variant, index, grid, args):
+    run, function, metadata, tail = variant
+    x, y, z = (*grid, 1, 1)[:3]
+    run(
+        x, y, z, torch._C._cuda_getCurrentRawStream(index), function, metadata, None,
+        knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, *args, *tail,
+    )  # fmt: skip
+
+
 class Kernel:
     """A jit function and its compiled variants.
 
@@ -83,42 +120,55 @@ class Kernel:
         self.function = function
         self.interpreted = isinstance(function, InterpretedFunction)
         self.variants = {}
+        self.places = {name: i for i, name in enumerate(function.arg_names)}
 
-    def __call__(self, grid, args, constants, **options):
-        """Launches on the current stream of the first tensor's device.
+    def __call__(self, grid, args, constants, siblings=(), **options):
+        """Launches on the current stream of the first tensor's device; returns the variant, or None
+        where none was needed.
 
         grid: 1 to 3 ints. args: the kernel's run-time arguments in order. constants: its
-        constexprs. options: num_warps, num_stages, maxnreg.
+        constexprs. options: num_warps, num_stages, maxnreg. siblings: (constants, options) that
+        calls of other sizes choose: compiled with this variant, so that a size compiles nothing.
         """
         if _recorder is not None:
-            _recorder.append((self.function, args, constants, options))
-            return
+            for variant in ((constants, options), *siblings):
+                _recorder.append((self.function, args, *variant))
+            return None
         if 0 in grid:
-            return
+            return None
         if self.interpreted:
             self.function[grid](*args, **constants)
-            return
-        index = args[0].device.index
-        key = (
-            index, *constants.values(), *options.items(),
-            *[a.dtype if isinstance(a, torch.Tensor) else a is None or type(a) for a in args],
-        )  # fmt: skip
-        if index == torch._C._cuda_getDevice():
-            self._launch(key, index, grid, args, constants, options)
-        else:
+            return None
+        index = _device_index(args)
+        if index != torch._C._cuda_getDevice():
             with torch.cuda.device(index):
-                self._launch(key, index, grid, args, constants, options)
-
-    def _launch(self, key, index, grid, args, constants, options):
+                return self(grid, args, constants, siblings, **options)
+        key = _key(index, args, constants, options)
         variant = self.variants.get(key)
         if variant is None:
+            for others in siblings:
+                self._compile(_key(index, args, *others), args, *others)
             variant = self._compile(key, args, constants, options)
-        run, function, metadata, tail = variant
-        x, y, z = (*grid, 1, 1)[:3]
-        run(
-            x, y, z, torch._C._cuda_getCurrentRawStream(index), function, metadata, None,
-            knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, *args, *tail,
-        )  # fmt: skip
+        _run(variant, index, grid, args)
+        return variant
+
+    def bound(self, args, constants, **options):
+        """A function launch(grid, **changed) for many launches of one call: changed replaces
+        run-time arguments by name, with others of the same types."""
+        args, index, variant = list(args), _device_index(args), None
+
+        def launch(grid, **changed):
+            nonlocal variant
+            for name, x in changed.items():
+                args[self.places[name]] = x
+            if variant is None:
+                variant = self(grid, tuple(args), constants, **options)
+            elif 0 not in grid and index == torch._C._cuda_getDevice():
+                _run(variant, index, grid, args)
+            else:
+                self(grid, tuple(args), constants, **options)
+
+        return launch
 
     def _compile(self, key, args, constants, options):
         name = self.function.fn.__name__

@@ -35,6 +35,7 @@ class Build(NamedTuple):
     spills: int  # local-memory instructions
     tensor_core: int  # matrix instructions
     unwritten: list  # instructions that read a uniform register nothing wrote
+    overwritten: list  # buffers that are filled while a product may still read them
     cubin: bytes
 
 
@@ -106,6 +107,38 @@ def unwritten_uniform_reads(instructions):
     return marked
 
 
+def overwritten_operands(ttgir):
+    """Buffers with room for one tile that a loop fills for its next turn while an asynchronous
+    product of this turn may still read them.
+
+    triton 3.6 gives one tile to a load that is summed up as well as multiplied, and waits for the
+    sum alone.
+    """
+    allocated, single, marked, products = {}, set(), [], []
+    for line in ttgir.splitlines():
+        result, _, body = (part.strip() for part in line.partition(" = "))
+        result = result.split(":")[0]
+        op, operands = (body or line.strip()).split(" ")[0], re.findall(r"%[\w#]+", body)
+        if op == "ttg.local_alloc":
+            allocated[result] = result
+            if "-> !ttg.memdesc<1x" in line and not operands:
+                single.add(result)
+        elif op.startswith("ttg.memdesc_"):
+            allocated[result] = allocated.get(operands[0])
+        elif op in ("scf.for", "scf.yield"):
+            products = []
+        elif op == "ttng.warp_group_dot":
+            products.append({allocated.get(x) for x in operands[:2]})
+        elif op == "ttng.warp_group_dot_wait":
+            pending = int(re.search(r"pendings = (\d+)", line)[1])
+            products = products[len(products) - pending :] if pending else []
+        elif op == "ttg.async_copy_global_to_local":
+            buffer = allocated.get(operands[1])
+            if buffer in single and any(buffer in read for read in products):
+                marked.append(buffer)
+    return marked
+
+
 def build(record, arch):
     """Compiles one recorded launch for an architecture (80, 90, 100, ...)."""
     ptxas.use()
@@ -124,5 +157,6 @@ def build(record, arch):
             for text in instructions),
         sum(bool(re.search(r"\b(HGMMA|HMMA|UTCHMMA|UTCMMA)", text)) for text in instructions),
         unwritten_uniform_reads(instructions),
+        overwritten_operands(compiled.asm["ttgir"]),
         cubin,
     )  # fmt: skip

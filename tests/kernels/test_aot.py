@@ -95,6 +95,31 @@ def marks(case):
     return () if case in DEFAULT else pytest.mark.slow
 
 
+# What triton makes of a loop that sums up a load and multiplies it.
+SUMMED_AND_MULTIPLIED = """
+    %one = ttg.local_alloc : () -> !ttg.memdesc<1x64x64xbf16, #shared, #smem, mutable>
+    %two = ttg.local_alloc : () -> !ttg.memdesc<2x64x64xbf16, #shared, #smem, mutable>
+    %place = ttg.memdesc_index %one[%c0] : !ttg.memdesc<1x64x64xbf16, #shared, #smem, mutable>
+    %r:2 = scf.for %i = %c0 to %c2 step %c1 iter_args(%acc = %zero, %t = %token) -> (tensor) {
+      %x = ttg.memdesc_index %one[%i] : !ttg.memdesc<1x64x64xbf16, #shared, #smem, mutable>
+      %y = ttg.memdesc_trans %x {order = array<i32: 1, 0>} : !ttg.memdesc<64x64xbf16>
+      %z = ttg.memdesc_index %two[%i] : !ttg.memdesc<2x64x64xbf16, #shared, #smem, mutable>
+      %p = ttng.warp_group_dot %z, %y, %acc {inputPrecision = 0 : i32, isAsync = true}
+      %w:3 = ttng.warp_group_dot_wait %p, %z, %y {pendings = 1 : i32}
+      %n = ttg.memdesc_index %two[%j] : !ttg.memdesc<2x64x64xbf16, #shared, #smem, mutable>
+      %f = ttg.async_copy_global_to_local %pointers, %n mask %m : tensor<64x64x!tt.ptr<bf16>>
+      %g = ttg.async_copy_global_to_local %others, %place mask %m : tensor<64x64x!tt.ptr<bf16>>
+      scf.yield %w#0, %g : tensor, !ttg.async.token
+"""
+
+
+def test_buffers_filled_under_a_product_are_seen():
+    from flaop.testing.aot import overwritten_operands
+
+    assert overwritten_operands(SUMMED_AND_MULTIPLIED) == ["%one"]
+    assert not overwritten_operands(SUMMED_AND_MULTIPLIED.replace("pendings = 1", "pendings = 0"))
+
+
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("case", [pytest.param(c, id=identity(c), marks=marks(c)) for c in PRODUCT])
 def test_every_launch(case, pool):
@@ -117,6 +142,8 @@ def test_every_launch(case, pool):
             wrong.append(f"{label}: no tensor-core instruction")
         if case.arch == 90 and build.unwritten:
             wrong.append(f"{label}: reads registers that nothing wrote: {build.unwritten}")
+        if build.overwritten:
+            wrong.append(f"{label}: fills buffers under a product: {build.overwritten}")
         allowed = max(FEW, GROWTH * spills.get((case, label), 0))
         if comparable and build.spills > allowed:
             wrong.append(f"{label}: {build.spills} spills, {allowed:.0f} allowed")

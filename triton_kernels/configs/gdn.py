@@ -1,5 +1,6 @@
 """Configurations of the chunk kernels with a scalar gate or none, as configs/delta.py has them."""
 
+from . import delta
 from .delta import tile
 
 
@@ -8,23 +9,18 @@ def pairs(arch, K, V, dtype):
     return {"BK": tile(K, 32 if dtype == "fp32" else 64), "num_warps": 4, "num_stages": 1}
 
 
-def scan(arch, K, V, dtype):
-    """chunk_gdn_fwd_kernel_scan: all of K in registers, V split over programs."""
-    BK = tile(K, 256)
-    if dtype == "fp32":
-        # the state is an operand of twice the size, split in registers: narrow tiles
-        return {"BK": BK, "BV": tile(V, 16), "num_warps": 8, "num_stages": 1}
-    if BK == 256:
-        return {"BK": BK, "BV": tile(V, 32), "num_warps": 8, "num_stages": 1}
-    # fp16 states are fp32 operands
-    warps = 8 if BK == 128 and dtype == "fp16" else 4
-    stages = 3 if arch >= 90 and dtype == "bf16" else 1
-    return {"BK": BK, "BV": tile(V, 64), "num_warps": warps, "num_stages": stages}
+def scan(arch, K, V, dtype, narrow=False):
+    """chunk_gdn_fwd_kernel_scan: all of K in registers, V split over programs.
+
+    `narrow`: where sequences and heads leave multiprocessors idle, more programs finish sooner.
+    """
+    config = delta.scan(arch, K, V, dtype)
+    return config | {"BV": min(config["BV"], 32)} if narrow else config
 
 
-def scan_backward(arch, K, V, dtype):
+def scan_backward(arch, K, V, dtype, narrow=False):
     """chunk_gdn_bwd_kernel_scan."""
-    return scan(arch, K, V, dtype)
+    return scan(arch, K, V, dtype, narrow)
 
 
 def bwd_values(arch, K, V, dtype):
@@ -33,11 +29,13 @@ def bwd_values(arch, K, V, dtype):
 
 
 def bwd_intra(arch, K, V, dtype):
-    """chunk_gdn_bwd_kernel_intra: a slab of K a program, V walked in slabs."""
-    if dtype == "fp32":
-        return {"BK": tile(K, 32), "BV": tile(V, 32), "num_warps": 4, "num_stages": 1}
-    stages = 2 if arch >= 90 and dtype == "bf16" else 1
-    return {"BK": tile(K, 64), "BV": tile(V, 64), "num_warps": 4, "num_stages": stages}
+    """chunk_gdn_bwd_kernel_intra: a slab of K a program, V walked in slabs.
+
+    One stage: of loads that are multiplied and summed up, triton 3.6 and 3.7 fetch the next tile
+    into the place of one that a product still reads.
+    """
+    size = 32 if dtype == "fp32" else 64
+    return {"BK": tile(K, size), "BV": tile(V, size), "num_warps": 4, "num_stages": 1}
 
 
 def w_u(arch, K, V, dtype):

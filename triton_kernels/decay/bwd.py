@@ -154,13 +154,13 @@ def chunk_bwd_kernel_qk(
         b_dq *= (decay_over(b_G) * scale)[:, None]
         m_causal = o_t[:, None] >= o_t[None, :]
         b_dA *= pair_decay(b_G[:, None], b_G[None, :], m_causal, USE_DECAY) * scale
-        b_dA = b_dA.to(dtype)
         if STORE_DG or STORE_DG_GAMMA:
-            # pairs that straddle the token, from the products that make dq and dk
-            b_P = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * b_dA.to(tl.float32)
+            # pairs that straddle the token
+            b_P = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * b_dA
             b_P = tl.where(o_t[:, None] > o_t[None, :], b_P, 0.0)
             b_dG = tl.sum(b_P, 1) - tl.sum(b_P, 0) + tl.sum(b_q.to(tl.float32) * b_dq, 1)
             b_leaving += tl.cumsum(b_dG, 0, reverse=True)
+        b_dA = b_dA.to(dtype)
         b_dq = tl.dot(b_dA, b_k, b_dq, input_precision=PRECISION)
         b_dk = tl.dot(tl.trans(b_dA), b_q, b_dk, input_precision=PRECISION)
     i_gk = i_thv * K

@@ -2,9 +2,8 @@
 
     R = beta (v - erase k S)    V' = A R    o = read (q S) + Aqk V'    S <- decay S + k^T (write V')
 
-with the factors of scalar.py. A program owns the transposed state tile [BV, K] in fp32 registers
-and walks the chunks of one sequence and head: the state, R and V' are then the register operands of
-the products they go into, and the chain through a chunk passes no shared memory.
+with the factors of scalar.py. A program owns the state tile [K, BV] in fp32 registers and walks the
+chunks of one sequence and head, as those of scan.py do.
 """
 
 import triton
@@ -12,7 +11,7 @@ import triton.language as tl
 
 from .rows import sequence_chunks
 from .scalar import BETA, ERASE, PARTS, READ, WRITE
-from .scan import state_pointers
+from .scan import scan_program, state_pointers
 
 
 @triton.jit(do_not_specialize=["T", "B", "H", "HV", "rows"])
@@ -52,24 +51,20 @@ def chunk_gdn_fwd_kernel_scan(
     STATE_DTYPE: tl.constexpr,
 ):
     """One program per (sequence, value head, V tile)."""
-    NV: tl.constexpr = (V + BV - 1) // BV
-    i_v = tl.program_id(0) % NV
-    i_nh = tl.program_id(0) // NV
-    i_n, i_hv = i_nh // HV, i_nh % HV
+    i_n, i_nh, i_hv, o_v = scan_program(HV, V, BV)
     i_h = i_hv // (HV // H)
     bos, b_len, first, _, c1 = sequence_chunks(bounds, offsets, i_n, T, B, 0, rows, BT, IS_VARLEN)
     o_t = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
     m_k = o_k < K
     m_v = o_v < V
-    m_s = m_v[:, None] & m_k[None, :]
+    m_s = m_k[:, None] & m_v[None, :]
     o_s = i_nh.to(tl.int64) * K * V
     dtype = v.dtype.element_ty
 
-    b_S = tl.zeros([BV, BK], dtype=tl.float32)
+    b_S = tl.zeros([BK, BV], dtype=tl.float32)
     if HAS_H0:
-        p_h0 = state_pointers(h0, o_s, o_v, o_k, V, K, not V_FIRST)
+        p_h0 = state_pointers(h0, o_s, o_k, o_v, K, V, V_FIRST)
         b_S = tl.load(p_h0, mask=m_s, other=0.0).to(tl.float32)
 
     # offsets within a chunk in 32 bits, on a base that a scalar holds
@@ -90,33 +85,31 @@ def chunk_gdn_fwd_kernel_scan(
         if STORE_H:
             # store before update: the state that enters the chunk
             p_h = h + o_r * K * V + o_k[:, None] * V + o_v[None, :]
-            b_h = tl.trans(b_S.to(h.dtype.element_ty))
-            tl.store(p_h, b_h, mask=m_k[:, None] & m_v[None, :])
-        # every load stands where its value is needed: so late do its registers fill
+            tl.store(p_h, b_S.to(h.dtype.element_ty), mask=m_s)
         p_x = tokens + o_r * (PARTS * BT) + o_t
         b_k = tl.load(k + (i_tok * H + i_h) * K + o_tk, mask=m_tk, other=0.0)
-        b_Sd = b_S.to(STATE_DTYPE)
-        b_R = tl.dot(b_Sd, tl.trans(b_k.to(STATE_DTYPE)), input_precision=PRECISION)
         b_v = tl.load(v + i_thv * V + o_tv, mask=m_tv, other=0.0)
-        b_R = tl.trans(b_v).to(tl.float32) - b_R * tl.load(p_x + ERASE * BT)[None, :]
-        b_R = (b_R * tl.load(p_x + BETA * BT)[None, :]).to(dtype)
         b_A = tl.load(A + i_thv * BT + o_A, mask=m_t[:, None], other=0.0)
-        b_S *= tl.load(decay + o_r)
-        b_vn = tl.dot(b_R, tl.trans(b_A), input_precision=PRECISION)
+        b_Sd = b_S.to(STATE_DTYPE)
+        b_R = tl.dot(b_k.to(STATE_DTYPE), b_Sd, input_precision=PRECISION)
+        b_R = b_v.to(tl.float32) - b_R * tl.load(p_x + ERASE * BT)[:, None]
+        b_R = (b_R * tl.load(p_x + BETA * BT)[:, None]).to(dtype)
+        b_vn = tl.dot(b_A, b_R, input_precision=PRECISION)
         if OUTPUT:
             b_q = tl.load(q + (i_tok * H + i_h) * K + o_tk, mask=m_tk, other=0.0)
-            b_o = tl.dot(b_Sd, tl.trans(b_q.to(STATE_DTYPE)), input_precision=PRECISION)
-            b_o *= tl.load(p_x + READ * BT)[None, :]
             b_Aqk = tl.load(A_qk + i_thv * BT + o_A, mask=m_t[:, None], other=0.0)
-            b_o = tl.dot(b_vn.to(dtype), tl.trans(b_Aqk), b_o, input_precision=PRECISION)
-            tl.store(o + i_thv * V + o_tv, tl.trans(b_o.to(dtype)), mask=m_tv)
+            b_o = tl.dot(b_q.to(STATE_DTYPE), b_Sd, input_precision=PRECISION)
+            b_o *= tl.load(p_x + READ * BT)[:, None]
+            b_o = tl.dot(b_Aqk, b_vn.to(dtype), b_o, input_precision=PRECISION)
+            tl.store(o + i_thv * V + o_tv, b_o.to(dtype), mask=m_tv)
         if STORE_V:
-            tl.store(v_new + i_thv * V + o_tv, tl.trans(b_vn.to(dtype)), mask=m_tv)
-        b_vn = (b_vn * tl.load(p_x + WRITE * BT)[None, :]).to(dtype)
-        b_S = tl.dot(b_vn, b_k, b_S, input_precision=PRECISION)
+            tl.store(v_new + i_thv * V + o_tv, b_vn.to(dtype), mask=m_tv)
+        b_vn = (b_vn * tl.load(p_x + WRITE * BT)[:, None]).to(dtype)
+        b_S *= tl.load(decay + o_r)
+        b_S = tl.dot(tl.trans(b_k), b_vn, b_S, input_precision=PRECISION)
 
     if STORE_FINAL:
-        p_ht = state_pointers(ht, o_s, o_v, o_k, V, K, not V_FIRST)
+        p_ht = state_pointers(ht, o_s, o_k, o_v, K, V, V_FIRST)
         tl.store(p_ht, b_S, mask=m_s)
 
 
@@ -155,24 +148,20 @@ def chunk_gdn_bwd_kernel_scan(
 ):
     """Reverse in time: dV' = Aqk^T do + write (k dS), dR = A^T dV',
     dS <- decay dS + q^T (read do) - k^T (erase beta dR)."""
-    NV: tl.constexpr = (V + BV - 1) // BV
-    i_v = tl.program_id(0) % NV
-    i_nh = tl.program_id(0) // NV
-    i_n, i_hv = i_nh // HV, i_nh % HV
+    i_n, i_nh, i_hv, o_v = scan_program(HV, V, BV)
     i_h = i_hv // (HV // H)
     bos, b_len, first, _, c1 = sequence_chunks(bounds, offsets, i_n, T, B, 0, rows, BT, IS_VARLEN)
     o_t = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
     m_k = o_k < K
     m_v = o_v < V
-    m_s = m_v[:, None] & m_k[None, :]
+    m_s = m_k[:, None] & m_v[None, :]
     o_s = i_nh.to(tl.int64) * K * V
     dtype = dR.dtype.element_ty
 
-    b_dS = tl.zeros([BV, BK], dtype=tl.float32)
+    b_dS = tl.zeros([BK, BV], dtype=tl.float32)
     if HAS_DHT:
-        p_dht = state_pointers(dht, o_s, o_v, o_k, V, K, not V_FIRST)
+        p_dht = state_pointers(dht, o_s, o_k, o_v, K, V, V_FIRST)
         b_dS = tl.load(p_dht, mask=m_s, other=0.0).to(tl.float32)
 
     # offsets within a chunk in 32 bits, on a base that a scalar holds
@@ -193,33 +182,27 @@ def chunk_gdn_bwd_kernel_scan(
         m_tv = m_t[:, None] & m_v[None, :]
         # store before update: the gradient of the state that leaves the chunk
         p_dh = dh + o_r * K * V + o_k[:, None] * V + o_v[None, :]
-        b_dh = tl.trans(b_dS.to(dh.dtype.element_ty))
-        tl.store(p_dh, b_dh, mask=m_k[:, None] & m_v[None, :])
+        tl.store(p_dh, b_dS.to(dh.dtype.element_ty), mask=m_s)
+        p_x = tokens + o_r * (PARTS * BT) + o_t
         b_k = tl.load(k + (i_tok * H + i_h) * K + o_tk, mask=m_tk, other=0.0)
         b_A = tl.load(A + i_thv * BT + o_A, mask=m_t[:, None], other=0.0)
-        p_x = tokens + o_r * (PARTS * BT) + o_t
-        b_write = tl.load(p_x + WRITE * BT)
-        b_erase = tl.load(p_x + ERASE * BT) * tl.load(p_x + BETA * BT)
-        b_decay = tl.load(decay + o_r)
-        b_dv = tl.dot(
-            b_dS.to(STATE_DTYPE), tl.trans(b_k.to(STATE_DTYPE)), input_precision=PRECISION
-        )
-        b_dv *= b_write[None, :]
-        b_dS *= b_decay
+        b_dSd = b_dS.to(STATE_DTYPE)
+        b_dv = tl.dot(b_k.to(STATE_DTYPE), b_dSd, input_precision=PRECISION)
+        b_dv *= tl.load(p_x + WRITE * BT)[:, None]
+        b_dS *= tl.load(decay + o_r)
         if HAS_DO:
-            b_do = tl.load(do + i_thv * V + o_tv, mask=m_tv, other=0.0)
             b_q = tl.load(q + (i_tok * H + i_h) * K + o_tk, mask=m_tk, other=0.0)
+            b_do = tl.load(do + i_thv * V + o_tv, mask=m_tv, other=0.0)
             b_Aqk = tl.load(A_qk + i_thv * BT + o_A, mask=m_t[:, None], other=0.0)
-            b_read = tl.load(p_x + READ * BT)
-            b_doT = tl.trans(b_do)
-            b_dv = tl.dot(b_doT, b_Aqk, b_dv, input_precision=PRECISION)
-            b_doT = (b_doT * b_read[None, :]).to(dtype)
-            b_dS = tl.dot(b_doT, b_q, b_dS, input_precision=PRECISION)
-        b_dR = tl.dot(b_dv.to(dtype), b_A, input_precision=PRECISION)
-        tl.store(dR + i_thv * V + o_tv, tl.trans(b_dR.to(dtype)), mask=m_tv)
-        b_dR = (b_dR * -b_erase[None, :]).to(dtype)
-        b_dS = tl.dot(b_dR, b_k, b_dS, input_precision=PRECISION)
+            b_dv = tl.dot(tl.trans(b_Aqk), b_do, b_dv, input_precision=PRECISION)
+            b_do = (b_do * tl.load(p_x + READ * BT)[:, None]).to(dtype)
+            b_dS = tl.dot(tl.trans(b_q), b_do, b_dS, input_precision=PRECISION)
+        b_dR = tl.dot(tl.trans(b_A), b_dv.to(dtype), input_precision=PRECISION)
+        tl.store(dR + i_thv * V + o_tv, b_dR.to(dtype), mask=m_tv)
+        b_erase = tl.load(p_x + ERASE * BT) * tl.load(p_x + BETA * BT)
+        b_dR = (b_dR * -b_erase[:, None]).to(dtype)
+        b_dS = tl.dot(tl.trans(b_k), b_dR, b_dS, input_precision=PRECISION)
 
     if STORE_DH0:
-        p_dh0 = state_pointers(dh0, o_s, o_v, o_k, V, K, not V_FIRST)
+        p_dh0 = state_pointers(dh0, o_s, o_k, o_v, K, V, V_FIRST)
         tl.store(p_dh0, b_dS.to(dh0.dtype.element_ty), mask=m_s)

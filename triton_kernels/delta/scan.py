@@ -14,6 +14,15 @@ from .rows import sequence_chunks
 
 
 @triton.jit
+def scan_program(HV, V: tl.constexpr, BV: tl.constexpr):
+    """(sequence, sequence and value head, value head, channels of the V tile) of a program."""
+    NV: tl.constexpr = (V + BV - 1) // BV
+    i_nh = tl.program_id(0) // NV
+    o_v = tl.program_id(0) % NV * BV + tl.arange(0, BV)
+    return i_nh // HV, i_nh, i_nh % HV, o_v
+
+
+@triton.jit
 def state_pointers(x, base, o_k, o_v, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr):
     """Pointers of a [BK, BV] tile of the state [K, V] (or [V, K]) that starts at x + base."""
     if V_FIRST:
@@ -58,16 +67,12 @@ def chunk_delta_fwd_kernel_scan(
     STATE_DTYPE: tl.constexpr,
 ):
     """One program per (sequence, value head, V tile); works on the table rows [row0, row1)."""
-    NV: tl.constexpr = (V + BV - 1) // BV
-    i_v = tl.program_id(0) % NV
-    i_nh = tl.program_id(0) // NV
-    i_n, i_hv = i_nh // HV, i_nh % HV
+    i_n, i_nh, i_hv, o_v = scan_program(HV, V, BV)
     bos, b_len, first, c0, c1 = sequence_chunks(
         bounds, offsets, i_n, T, B, row0, row1, BT, IS_VARLEN
     )
     o_t = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
     m_k = o_k < K
     m_v = o_v < V
     m_s = m_k[:, None] & m_v[None, :]
@@ -159,14 +164,10 @@ def chunk_delta_bwd_kernel_scan(
     STATE_DTYPE: tl.constexpr,
 ):
     """Reverse in time: dV' = A_qk^T do + kg dS,  dS <- Diag(decay) dS + qg^T do - W^T dV'."""
-    NV: tl.constexpr = (V + BV - 1) // BV
-    i_v = tl.program_id(0) % NV
-    i_nh = tl.program_id(0) // NV
-    i_n, i_hv = i_nh // HV, i_nh % HV
+    i_n, i_nh, i_hv, o_v = scan_program(HV, V, BV)
     bos, b_len, first, _, c1 = sequence_chunks(bounds, offsets, i_n, T, B, 0, rows, BT, IS_VARLEN)
     o_t = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
     m_k = o_k < K
     m_v = o_v < V
     m_s = m_k[:, None] & m_v[None, :]

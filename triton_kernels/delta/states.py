@@ -12,7 +12,7 @@ import triton.language as tl
 
 from .gates import LOG2E
 from .rows import chunk_position, sequence_chunks
-from .scan import state_pointers
+from .scan import scan_program, state_pointers
 
 # stands for the sum of gates after one of -inf: differences of two such sums are 0, not NaN
 LOG2_SUM_FLOOR = tl.constexpr(-1e30)
@@ -121,15 +121,11 @@ def chunk_delta_fwd_kernel_h(
     STATE_DTYPE: tl.constexpr,
 ):
     """One program per (sequence, value head, V tile), which owns the state tile [K, BV]."""
-    NV: tl.constexpr = (V + BV - 1) // BV
-    i_v = tl.program_id(0) % NV
-    i_nh = tl.program_id(0) // NV
-    i_n, i_hv = i_nh // HV, i_nh % HV
+    i_n, i_nh, i_hv, o_v = scan_program(HV, V, BV)
     i_h = i_hv // (HV // H)
     bos, b_len, first, _, c1 = sequence_chunks(bounds, offsets, i_n, T, B, 0, rows, BT, IS_VARLEN)
     o_t = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
     m_k = o_k < K
     m_v = o_v < V
     m_s = m_k[:, None] & m_v[None, :]

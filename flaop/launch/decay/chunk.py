@@ -12,13 +12,13 @@ from . import channel
 from .kernels import (
     Decayed,
     fits_scan,
+    qk_backward,
     qk_slabs,
     run_outputs,
-    run_qk_backward,
-    run_scan,
-    run_states,
-    run_states_backward,
     run_v_backward,
+    scan,
+    states,
+    states_backward,
     sum_heads,
 )
 from .problem import CHUNK, problem
@@ -71,7 +71,8 @@ def _carries(p, count):
     """Room for `count` sets of the states that a boundary between segments cuts."""
     call = p.call
     cut = call.B if p.table is None else 1
-    return p.v.new_empty(max(count, 1), cut, call.HV, call.K, call.V, dtype=torch.float32)
+    shape = (max(count, 1), cut, call.HV, call.K, call.V)
+    return p.v.new_empty(shape, dtype=torch.float32).unbind(0)
 
 
 def _between(carries, i):
@@ -104,13 +105,14 @@ def forward_residuals(call):
     work = _decayed(p, segments[0][1])
     if not fits:
         h, carries = _states(p, segments[0][1]), _carries(p, len(segments) - 1)
+    run = scan(p, o, ht, work, A) if fits else states(p, h, work, ht)
     for i, (row0, row1) in enumerate(segments):
         if p.channel:
             channel.run_intra(p, A, *work, row0, row1)
         if fits:
-            run_scan(p, o, ht, row0, row1, work, A)
+            run(row0, row1)
         else:
-            run_states(p, h, *_between(carries, i), row0, row1, work, ht)
+            run(*_between(carries, i), row0, row1)
             run_outputs(p, h, o, row0, row1, work, A)
     final_state = ht if call.output_final_state else None
     return (o, final_state, A) if p.channel else (o, final_state)
@@ -119,10 +121,11 @@ def forward_residuals(call):
 def _checkpoints(p, segments, work):
     """The states at the boundaries between segments, by a pass that keeps nothing else."""
     carries = _carries(p, len(segments) - 1)
+    run = states(p, None, work)
     for i, (row0, row1) in enumerate(segments[:-1]):
         if p.channel:
             channel.run_intra(p, None, *work, row0, row1)
-        run_states(p, None, *_between(carries, i), row0, row1, work)
+        run(*_between(carries, i), row0, row1)
     return carries
 
 
@@ -158,19 +161,21 @@ def backward(call, d_o, d_final_state, A, grad_mask):
         if p.g_gamma is not None and grad_mask[4]:
             dg_gamma = p.q.new_empty(p.rows, call.HV, slabs, dtype=torch.float32)
 
+    run, run_back = states(p, h, work), states_backward(p, do, dh, dht, dh0, work)
+    if not p.channel:
+        dv_there = dv if slabs == 1 else None
+        run_qk_back = qk_backward(p, do, h, dh, dq, dk, dv_there, dg, dg_gamma)
     for i in reversed(range(len(segments))):
         row0, row1 = segments[i]
         if p.channel:
             channel.run_intra(p, None, *work, row0, row1)
-        run_states(p, h, *_between(carries, i), row0, row1, work)
-        dcarry = dcarries[i % 2], dcarries[(i + 1) % 2]
-        run_states_backward(p, do, dh, dht, dh0, *dcarry, row0, row1, work)
+        run(*_between(carries, i), row0, row1)
+        run_back(dcarries[i % 2], dcarries[1 - i % 2], row0, row1)
         if p.channel:
             channel.run_channel_backward(p, A, h, dh, do, row0, row1, dq, dk, dg)
             run_v_backward(p, do, dh, dv, row0, row1, work, A)
             continue
-        dv_there = dv if slabs == 1 else None
-        run_qk_backward(p, do, h, dh, dq, dk, dv_there, dg, dg_gamma, row0, row1)
+        run_qk_back(row0, row1)
         if slabs > 1:
             run_v_backward(p, do, dh, dv, row0, row1)
 

@@ -52,17 +52,20 @@ def fits_scan(p):
     return configs.scan(arch(p.q.device), call.K, call.V, DTYPE_NAMES[p.q.dtype]) is not None
 
 
-def run_scan(p, o, ht, row0, row1, decayed=None, A=None):
-    """Outputs of rows [row0, row1); ht carries the states. Grid: V tile, head, sequence."""
+def scan(p, o, ht, decayed=None, A=None):
+    """A function of (row0, row1): outputs of these rows; ht carries the states.
+
+    Grid: V tile, head, sequence.
+    """
     call = p.call
     gates, flags = _flags(p, decayed)
     q, k, decay = decayed or (p.q, p.k, None)
     tiles, options = p.config(configs.scan)
-    _scan(
-        (-(-call.V // tiles["BV"]) * call.N * call.HV,),
+    grid = (-(-call.V // tiles["BV"]) * call.N * call.HV,)
+    launch = _scan.bound(
         (
             q, k, p.v, *gates, decay, A, o, p.h0, ht, p.bounds, p.offsets,
-            call.scale, call.T, call.B, call.H, call.HV, row0, row1,
+            call.scale, call.T, call.B, call.H, call.HV, 0, 0,
         ),
         tiles | flags | {
             "HAS_H0": p.h0 is not None, "V_FIRST": call.state_v_first,
@@ -71,14 +74,16 @@ def run_scan(p, o, ht, row0, row1, decayed=None, A=None):
         },
         **options,
     )  # fmt: skip
+    return lambda row0, row1: launch(grid, row0=row0, row1=row1)
 
 
 def _tile_grid(call, tiles):
     return (-(-call.K // tiles["BK"]) * -(-call.V // tiles["BV"]) * call.N * call.HV,)
 
 
-def run_states(p, h, carry_in, carry_out, row0, row1, decayed=None, ht=None):
-    """States that enter the chunks of rows [row0, row1), into h unless that is None.
+def states(p, h, decayed=None, ht=None):
+    """A function of (carry_in, carry_out, row0, row1): states that enter the chunks of these rows,
+    into h unless that is None.
 
     carry_in, carry_out: states [B, HV, K, V] (packed: [1, ...]) of the sequences that row0 and row1
     cut. Grid: tile of the state, head, sequence.
@@ -87,11 +92,10 @@ def run_states(p, h, carry_in, carry_out, row0, row1, decayed=None, ht=None):
     gates, flags = _flags(p, decayed)
     _, k, decay = decayed or (None, p.k, None)
     tiles, options = p.config(configs.states)
-    _states(
-        _tile_grid(call, tiles),
+    launch = _states.bound(
         (
-            k, p.v, *gates, None, None, decay, h, p.h0, ht, carry_in, carry_out,
-            p.bounds, p.offsets, None, call.T, call.B, call.H, call.HV, row0, row1, 1,
+            k, p.v, *gates, None, None, decay, h, p.h0, ht, None, None,
+            p.bounds, p.offsets, None, call.T, call.B, call.H, call.HV, 0, 0, 1,
         ),
         tiles | flags | {
             "USE_GK": False, "USE_GV": False, "CUMULATIVE": False,
@@ -101,22 +105,29 @@ def run_states(p, h, carry_in, carry_out, row0, row1, decayed=None, ht=None):
         },
         **options,
     )  # fmt: skip
+    return _with_carries(launch, _tile_grid(call, tiles))
 
 
-def run_states_backward(p, do, dh, dht, dh0, carry_in, carry_out, row0, row1, decayed=None):
-    """Gradients of the states that leave the chunks of rows [row0, row1), into dh.
+def _with_carries(launch, grid):
+    def run(carry_in, carry_out, row0, row1):
+        launch(grid, carry_in=carry_in, carry_out=carry_out, row0=row0, row1=row1)
 
-    dh0 is written if not None. Carries as in run_states, backwards. Grid: as run_states.
+    return run
+
+
+def states_backward(p, do, dh, dht, dh0, decayed=None):
+    """As states, backwards: gradients of the states that leave the chunks, into dh.
+
+    dh0 is written if not None.
     """
     call = p.call
     gates, flags = _flags(p, decayed)
     q, _, decay = decayed or (p.q, None, None)
     tiles, options = p.config(configs.states)
-    _states_backward(
-        _tile_grid(call, tiles),
+    launch = _states_backward.bound(
         (
-            q, do, *gates, decay, dh, dht, dh0, carry_in, carry_out, p.bounds, p.offsets,
-            call.scale, call.T, call.B, call.H, call.HV, row0, row1,
+            q, do, *gates, decay, dh, dht, dh0, None, None, p.bounds, p.offsets,
+            call.scale, call.T, call.B, call.H, call.HV, 0, 0,
         ),
         tiles | flags | {
             "HAS_DO": do is not None, "HAS_DHT": dht is not None, "STORE_DH0": dh0 is not None,
@@ -125,6 +136,7 @@ def run_states_backward(p, do, dh, dht, dh0, carry_in, carry_out, row0, row1, de
         },
         **options,
     )  # fmt: skip
+    return _with_carries(launch, _tile_grid(call, tiles))
 
 
 def run_outputs(p, h, o, row0, row1, decayed=None, A=None):
@@ -153,19 +165,20 @@ def qk_slabs(p):
     return -(-p.call.K // tiles["BK"])
 
 
-def run_qk_backward(p, do, h, dh, dq, dk, dv, dg, dg_gamma, row0, row1):
-    """dq and dk of rows [row0, row1) with scalar gates; dv, dg, dg_gamma unless None.
+def qk_backward(p, do, h, dh, dq, dk, dv, dg, dg_gamma):
+    """A function of (row0, row1): dq and dk of these rows with scalar gates; dv, dg, dg_gamma
+    unless None.
 
     dq, dk: [B, T, HV, K]. dg [slabs, B, T, HV] and dg_gamma [rows, HV, slabs] are in parts.
     Grid: slab of K, head, row.
     """
     call = p.call
     tiles, options = p.config(configs.bwd_qk)
-    _qk_backward(
-        ((row1 - row0) * call.HV * -(-call.K // tiles["BK"]),),
+    programs = call.HV * -(-call.K // tiles["BK"])
+    launch = _qk_backward.bound(
         (
             p.q, p.k, p.v, do, h, dh, p.g, p.g_gamma, dq, dk, dv, dg, dg_gamma,
-            p.bounds, p.table_rows, call.scale, call.T, call.B, call.H, call.HV, row0,
+            p.bounds, p.table_rows, call.scale, call.T, call.B, call.H, call.HV, 0,
         ),
         tiles | p.gate | {
             "HAS_DO": do is not None, "STORE_DV": dv is not None, "STORE_DG": dg is not None,
@@ -174,6 +187,7 @@ def run_qk_backward(p, do, h, dh, dq, dk, dv, dg, dg_gamma, row0, row1):
         },
         **options,
     )  # fmt: skip
+    return lambda row0, row1: launch(((row1 - row0) * programs,), row0=row0)
 
 
 def run_v_backward(p, do, dh, dv, row0, row1, decayed=None, A=None):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 
-from ..kernel import arch, prepare
+from ..kernel import arch, configured, prepare
 from ..table import chunk_table
 
 CHUNK = 64
@@ -36,12 +36,8 @@ class Problem(NamedTuple):
     def config(self, function, *flags):
         """(constexpr tiles, launch options) of a configuration function for this call."""
         call = self.call
-        chosen = function(arch(self.q.device), call.K, call.V, DTYPE_NAMES[self.q.dtype], *flags)
-        tiles = {"K": call.K, "V": call.V, "BT": CHUNK}
-        for name in ("BK", "BV", "BN"):
-            if name in chosen:
-                tiles[name] = chosen.pop(name)
-        return tiles, chosen
+        dtype = DTYPE_NAMES[self.q.dtype]
+        return configured(function, arch(self.q.device), call.K, call.V, CHUNK, dtype, *flags)
 
     @property
     def gate(self):

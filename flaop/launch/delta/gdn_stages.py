@@ -21,7 +21,7 @@ from flaop.triton_kernels.delta.scalar import (
     chunk_gdn_fwd_kernel_gates,
 )
 
-from ..kernel import Kernel
+from ..kernel import Kernel, processors
 from ..table import zero_outside
 from .problem import CHUNK
 from .stages import new_states, run_qk_backward
@@ -88,22 +88,35 @@ def run_pairs(p, A=None, A_qk=None):
     return factors
 
 
+def _scan_configs(p, function, flags):
+    """(constexprs, options) of a scan for this call, and those for other numbers of sequences."""
+    call = p.call
+    wide, narrow = (p.config(function, x) for x in (False, True))
+    if wide == narrow:
+        return wide, ()
+    programs = call.N * call.HV * -(-call.V // narrow[0]["BV"])
+    chosen, other = (narrow, wide) if programs <= processors(p.q.device) else (wide, narrow)
+    return chosen, ((other[0] | flags, other[1]),)
+
+
 def run_scan(p, factors, A, A_qk=None, o=None, v_new=None, h=None, ht=None):
     """States, with outputs o or corrected values v_new. Grid: V tile, head, sequence."""
     call = p.call
-    tiles, options = p.config(configs.scan)
+    flags = {
+        "OUTPUT": o is not None, "STORE_V": v_new is not None, "STORE_H": h is not None,
+        "HAS_H0": p.h0 is not None, "STORE_FINAL": ht is not None,
+        "V_FIRST": call.state_v_first, "IS_VARLEN": p.table is not None,
+        "PRECISION": p.precision, "STATE_DTYPE": p.state_dtype,
+    }  # fmt: skip
+    (tiles, options), siblings = _scan_configs(p, configs.scan, flags)
     _scan(
         (-(-call.V // tiles["BV"]) * call.N * call.HV,),
         (
             p.q, p.k, p.v, A, A_qk, *factors, o, v_new, h, p.h0, ht,
             p.bounds, p.offsets, call.T, call.B, call.H, call.HV, p.rows,
         ),
-        tiles | {
-            "OUTPUT": o is not None, "STORE_V": v_new is not None, "STORE_H": h is not None,
-            "HAS_H0": p.h0 is not None, "STORE_FINAL": ht is not None,
-            "V_FIRST": call.state_v_first, "IS_VARLEN": p.table is not None,
-            "PRECISION": p.precision, "STATE_DTYPE": p.state_dtype,
-        },
+        tiles | flags,
+        siblings,
         **options,
     )  # fmt: skip
 
@@ -117,18 +130,20 @@ def run_scan_backward(p, factors, A, A_qk, do, dht, want_dh0):
     dR = torch.empty_like(p.v)
     dh = new_states(p)
     dh0 = torch.empty_like(p.h0) if want_dh0 else None
-    tiles, options = p.config(configs.scan_backward)
+    flags = {
+        "HAS_DO": do is not None, "HAS_DHT": dht is not None, "STORE_DH0": want_dh0,
+        "V_FIRST": call.state_v_first, "IS_VARLEN": p.table is not None,
+        "PRECISION": p.precision, "STATE_DTYPE": p.state_dtype,
+    }  # fmt: skip
+    (tiles, options), siblings = _scan_configs(p, configs.scan_backward, flags)
     _scan_backward(
         (-(-call.V // tiles["BV"]) * call.N * call.HV,),
         (
             p.q, p.k, A, A_qk, *factors, do, dR, dh, dht, dh0,
             p.bounds, p.offsets, call.T, call.B, call.H, call.HV, p.rows,
         ),
-        tiles | {
-            "HAS_DO": do is not None, "HAS_DHT": dht is not None, "STORE_DH0": want_dh0,
-            "V_FIRST": call.state_v_first, "IS_VARLEN": p.table is not None,
-            "PRECISION": p.precision, "STATE_DTYPE": p.state_dtype,
-        },
+        tiles | flags,
+        siblings,
         **options,
     )  # fmt: skip
     return dR, dh, dh0
