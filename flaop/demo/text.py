@@ -6,7 +6,7 @@ import pathlib
 import time
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flaop.decode import Decoder
@@ -148,9 +148,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"unigram table    {corpus.unigram_loss(text.train, held_out):.4f}")
         print(f"bigram table     {corpus.bigram_loss(text.train, held_out):.4f}", flush=True)
 
-        for parameter in model.parameters():
-            if parameter.dim() >= 2:
-                parameter.data = parameter.data.to(dtype)
+        _cast_projections(model, dtype)
         prompt = text.validation[:_PROMPT].long().to(device)[None]
         agrees = _generate(model, prompt, args.tokens or (512 if on_cuda else 64), recorder, dtype)
     print(recorder.report())
@@ -163,6 +161,14 @@ def _loss(model: HybridModel, batch: Tensor) -> Tensor:
     batch = batch.long()
     logits, _ = model(batch[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+
+
+def _cast_projections(model: HybridModel, dtype: torch.dtype) -> None:
+    """Casts matrices and the biases that go with them; norms and gates keep their vectors."""
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.dim() >= 2 or isinstance(module, nn.Linear):
+                parameter.data = parameter.data.to(dtype)
 
 
 def _sampler(text: Tensor, batch_size: int, length: int, seed: int):

@@ -10,8 +10,9 @@ inputs, also for the gradient of the decay between chunks.
 float32 and float64 inputs are rounded nowhere.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -219,6 +220,13 @@ def store(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rounded(x: Tensor, dtype: torch.dtype, small: bool = False) -> Tensor:
+    nearest = _nearest(x, dtype, small)
+    if _factor == 1.0:
+        return nearest
+    return torch.where(nearest == x, x, _nearest(x * _factor, dtype, small) / _factor)
+
+
+def _nearest(x: Tensor, dtype: torch.dtype, small: bool) -> Tensor:
     if dtype == torch.bfloat16:
         return x.to(dtype).to(x.dtype)
     if dtype == torch.float16:
@@ -227,3 +235,22 @@ def rounded(x: Tensor, dtype: torch.dtype, small: bool = False) -> Tensor:
         if small:
             x = torch.where(x.abs() < 2.0**-14, (x * 2.0**24).round() * 2.0**-24, x)
     return x
+
+
+# What is rounded is multiplied by it, and divided by it afterwards.
+_factor = 1.0
+
+
+@contextlib.contextmanager
+def other_roundings(factor: float) -> Iterator[None]:
+    """Within, the references round to another grid, as fine as that of the dtype.
+
+    Numbers of the dtype stay as they are. Many factors tell how large an error is that a few
+    roundings decide.
+    """
+    global _factor
+    before, _factor = _factor, factor
+    try:
+        yield
+    finally:
+        _factor = before

@@ -1,10 +1,6 @@
 """The chunkwise formula of the decay families, rounded as :mod:`flaop.testing.budget` says: A, the
 decayed operands, and the states where products read them.
 
-The gradient of a gate has the closed form of the kernels: in each chunk the sums from the token to
-the end of q dq - k dk, and <S, dS> of the state that leaves the chunk, as it is stored. Without
-rounding that is the gradient; with it the two terms cancel up to the rounding of q's and k's.
-
 A gate per value channel is served token by token, where nothing but o is rounded.
 """
 
@@ -18,11 +14,11 @@ from flaop.testing.budget import (
     FACTOR,
     LEAST_GATE,
     RCP_LN2,
+    decayed,
     entering_state,
     over_sequences,
     pairs,
     product,
-    rounded,
     store,
 )
 from flaop.testing.decay_oracle import gla_oracle
@@ -86,8 +82,7 @@ def _sequence(
         return tokens[2], state
     padded = [torch.nn.functional.pad(x, (0, 0, 0, -T % CHUNK)) for x in tokens]
     q, k, v, g = (x.unflatten(2, (-1, CHUNK)) for x in padded)
-    q, k = _gate_by_closed_form(q, k, g)
-    G = g.detach().cumsum(3)
+    G = g.cumsum(3)
     last = G[:, :, :, -1:]
     if channel:
         A = pairs(q * scale, k, G, dtype)
@@ -107,45 +102,5 @@ def _sequence(
     outputs = []
     for i in range(q.shape[2]):
         outputs.append(o[:, :, i] + after[:, :, i] * product(queries[:, :, i], state, dtype))
-        state = decay[:, :, i] * state + product(keys[:, :, i], v[:, :, i], dtype)
-        state = _gate_by_leaving_state(state, g[:, :, i], dtype)
+        state = decayed(decay[:, :, i], state, dtype) + product(keys[:, :, i], v[:, :, i], dtype)
     return torch.cat(outputs, dim=2)[:, :, :T], state
-
-
-class _GateByClosedForm(torch.autograd.Function):
-    """q and k as they are; the gradient of the base-2 gate from theirs, within chunks."""
-
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(q, k, g)
-        return q.clone(), k.clone()
-
-    @staticmethod
-    def backward(ctx, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, g = ctx.saved_tensors
-        terms = q * dq - k * dk
-        if g.shape[-1] == 1:
-            terms = terms.sum(-1, keepdim=True)
-        return dq, dk, terms.flip(3).cumsum(3).flip(3) / RCP_LN2
-
-
-class _GateByLeavingState(torch.autograd.Function):
-    """The state as it is; what it and its gradient give to the base-2 gates of its chunk."""
-
-    @staticmethod
-    def forward(ctx, state: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(state, g)
-        ctx.dtype = dtype if dtype == torch.bfloat16 else state.dtype
-        return state.clone()
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        state, g = ctx.saved_tensors
-        rows = (rounded(state, ctx.dtype) * rounded(grad, ctx.dtype)).sum(-1).unsqueeze(2)
-        if g.shape[-1] == 1:
-            rows = rows.sum(-1, keepdim=True)
-        return grad, rows.expand_as(g) / RCP_LN2, None
-
-
-_gate_by_closed_form = _GateByClosedForm.apply
-_gate_by_leaving_state = _GateByLeavingState.apply

@@ -1,5 +1,6 @@
 """Capturing a call in a CUDA graph and replaying it with other values."""
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -19,6 +20,16 @@ def step(fn: Callable, inputs: dict, grad: bool) -> list[Tensor]:
         return outputs
     weights = [torch.ones_like(x) for x in outputs]
     return [*outputs, *torch.autograd.grad(outputs, leaves(inputs), weights)]
+
+
+def settled_memory() -> int:
+    """Bytes allocated on the GPU, once autograd's thread has let go of what it returned."""
+    least, since = torch.cuda.memory_allocated(), time.monotonic()
+    while time.monotonic() - since < 0.2:
+        time.sleep(0.01)
+        if torch.cuda.memory_allocated() < least:
+            least, since = torch.cuda.memory_allocated(), time.monotonic()
+    return least
 
 
 def capture(fn: Callable, inputs: dict, grad: bool) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:

@@ -250,11 +250,11 @@ def test_mamba2_against_the_recurrence(device):
     torch.nn.init.normal_(layer.norm.weight)
     x = torch.randn(2, 70, 32, dtype=dtype, device=device)
     y, state = layer(x, output_state=True)
-    z, mixed, dt = layer.in_proj(x).cpu().split([32, 32 + 64, 4], dim=-1)
-    conv = layer.conv1d.cpu()
+    layer, x = layer.to("cpu", torch.float64), x.to("cpu", torch.float64)
+    z, mixed, dt = layer.in_proj(x).split([32, 32 + 64, 4], dim=-1)
+    conv = layer.conv1d
     mixed = F.conv1d(F.pad(mixed.mT, (3, 0)), conv.weight, conv.bias, groups=conv.hidden_size).mT
     values, B, C = F.silu(mixed).split([32, 32, 32], dim=-1)
-    layer.cpu()
     o, states = mamba2_oracle(
         values.unflatten(-1, (4, 8)), dt, -layer.A_log.exp(), B.unflatten(-1, (2, 16)),
         C.unflatten(-1, (2, 16)), D=layer.D, z=z.unflatten(-1, (4, 8)), dt_bias=layer.dt_bias,

@@ -2,14 +2,20 @@
 
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
 
 import flaop
 from flaop.testing import kda_oracle, relative_error
-from flaop.testing.graphs import assert_all_equal, capture, refresh, replay, step
+from flaop.testing.graphs import (
+    assert_all_equal,
+    capture,
+    refresh,
+    replay,
+    settled_memory,
+    step,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiled_families")]
 
@@ -203,11 +209,7 @@ def test_memory_of_a_call_is_returned(arguments):
     """Nothing outlives a call but its outputs."""
     inputs = arguments("main", B=2, T=500, device="cuda", requires_grad=True)
     step(flaop.chunk_kda, inputs, True)
-    before = torch.cuda.memory_allocated()
+    before = settled_memory()
     for _ in range(3):
         step(flaop.chunk_kda, inputs, True)
-    # autograd's thread may still be letting go of what it returned
-    deadline = time.monotonic() + 5
-    while torch.cuda.memory_allocated() != before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert torch.cuda.memory_allocated() == before
+    assert settled_memory() == before

@@ -8,7 +8,14 @@ import torch
 
 import flaop
 from flaop.testing import gla_oracle, relative_error, simple_gla_oracle
-from flaop.testing.graphs import assert_all_equal, capture, refresh, replay, step
+from flaop.testing.graphs import (
+    assert_all_equal,
+    capture,
+    refresh,
+    replay,
+    settled_memory,
+    step,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiled_decay_families")]
 
@@ -248,10 +255,10 @@ def test_splits_take_less_memory(name, arguments):
     def peak(split_size):
         call = inputs | {"split_size": split_size}
         step(fn, call, True)
-        before = torch.cuda.memory_allocated()
+        before = settled_memory()
         torch.cuda.reset_peak_memory_stats()
         step(fn, call, True)
-        assert torch.cuda.memory_allocated() == before
+        assert settled_memory() == before
         return torch.cuda.max_memory_allocated() - before
 
     _, T, HV, V = inputs["v"].shape

@@ -26,6 +26,10 @@ def fresh_compiler():
 # Each op between other operations, as a layer has it.
 
 
+def decayed(v, g):
+    return (v * g.unsqueeze(-1).exp()).to(v.dtype)
+
+
 def simple_gla(q, k, v, g, initial_state, cu_seqlens):
     o, state = flaop.simple_gla(
         q, k, v * 2, g, initial_state=initial_state, cu_seqlens=cu_seqlens,
@@ -44,7 +48,7 @@ def gla(q, k, v, g, initial_state, cu_seqlens):
 
 def retention(q, k, v, g, initial_state, cu_seqlens):
     o, state = flaop.retention(
-        q, k, v * g.unsqueeze(-1).exp(), initial_state=initial_state, cu_seqlens=cu_seqlens,
+        q, k, decayed(v, g), initial_state=initial_state, cu_seqlens=cu_seqlens,
         output_final_state=True,
     )  # fmt: skip
     return o + 1, state
@@ -53,7 +57,7 @@ def retention(q, k, v, g, initial_state, cu_seqlens):
 def linear_attn(q, k, v, g, initial_state, cu_seqlens):
     initial_state = torch.cat([initial_state, initial_state[..., :1].abs()], -1)
     o, state = flaop.linear_attn(
-        q.abs(), k.abs(), v * g.unsqueeze(-1).exp(), initial_state=initial_state,
+        q.abs(), k.abs(), decayed(v, g), initial_state=initial_state,
         cu_seqlens=cu_seqlens, output_final_state=True, normalize=True,
     )  # fmt: skip
     return o + 1, state
@@ -61,7 +65,7 @@ def linear_attn(q, k, v, g, initial_state, cu_seqlens):
 
 def lightning_attn(q, k, v, g, initial_state, cu_seqlens):
     o, state = flaop.lightning_attn(
-        q, k, v * g.unsqueeze(-1).exp(), 1, 4, initial_state=initial_state,
+        q, k, decayed(v, g), 1, 4, initial_state=initial_state,
         cu_seqlens=cu_seqlens, output_final_state=True,
     )  # fmt: skip
     return o + 1, state

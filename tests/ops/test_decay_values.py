@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import flaop
-from flaop.testing import decay_budget_reference, gla_oracle, pairwise, simple_gla_oracle
-from flaop.testing.comparison import Expected, check_all, check_alone
+from flaop.testing import pairwise
+from flaop.testing.comparison import check_all, check_alone
+from flaop.testing.expected import DecayExpected
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "single_thread")
 
@@ -61,28 +62,6 @@ FAMILY_CASES = [
 FAMILY_INDICES = [
     pytest.param(i, marks=pytest.mark.xdist_group(f"family {i}")) for i in range(len(FAMILY_CASES))
 ]
-
-
-class DecayExpected(Expected):
-    # The gradient of the initial state through the final state is a product of decays in fp32: of
-    # sums over chunks in the budget reference, of one per token on the recurrent path.
-    least = 1e-5
-
-    def __init__(self, inputs):
-        oracle = simple_gla_oracle if "g_gamma" in inputs else gla_oracle
-        super().__init__(inputs, oracle, decay_budget_reference, INPUTS)
-
-    def leaves(self):
-        """Beside g_gamma always g, whose gradient it sums."""
-        leaves = super().leaves()
-        if "g_gamma" in leaves and "g" not in leaves:
-            leaves["g"] = torch.zeros(self.inputs["v"].shape[:3], requires_grad=True)
-        return leaves
-
-    def terms(self, name, loss):
-        if name == "g_gamma":
-            return tuple(self.gradient(i, "g", loss) for i in (0, 1))
-        return None
 
 
 def op(kind, inputs):

@@ -80,7 +80,8 @@ def test_kept_intermediate_results(arguments):
 def test_delta_rule(arguments):
     def inputs_of(seed):
         inputs = arguments("delta without gate", device="cuda", requires_grad=True, seed=seed)
-        return {n: inputs[n] for n in ("q", "k", "v", "beta", "initial_state", "cu_seqlens")}
+        names = ("q", "k", "v", "beta", "initial_state", "cu_seqlens", "use_qk_l2norm_in_kernel")
+        return {n: inputs[n] for n in names}
 
     inputs, values = inputs_of(0), inputs_of(1)
     graph, results = capture(flaop.delta_rule, inputs, True)

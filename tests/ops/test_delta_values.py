@@ -6,11 +6,11 @@ import functools
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import flaop
-from flaop.testing import gdn_budget_reference, gdn_oracle, pairwise
-from flaop.testing.comparison import Expected, check_all, check_alone
+from flaop.testing import pairwise
+from flaop.testing.comparison import check_all, check_alone
+from flaop.testing.expected import DeltaExpected
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "single_thread")
 
@@ -51,36 +51,6 @@ FAMILY_CASES = [
 ]  # fmt: skip
 
 
-class GdnExpected(Expected):
-    def __init__(self, inputs):
-        super().__init__(inputs, gdn_oracle, gdn_budget_reference, INPUTS)
-
-    def compare_gradient(self, name, got, loss):
-        """With fast gates one token may make up the gradient of a head's gate: no root mean square
-        of many errors, so one rounding is always allowed."""
-        self.least = torch.finfo(self.dtype).eps if name == "g" else 0.0
-        super().compare_gradient(name, got, loss)
-
-    def _compare_sum(self, label, got, oracle, budget, terms, rounded):
-        """One number a head, where KDA has channels: twice the size of a sum of random errors is
-        always allowed."""
-        error = (got.detach().cpu().double() - oracle).norm()
-        if not error <= 2 * (rounded - terms).norm():
-            super()._compare_sum(label, got, oracle, budget, terms, rounded)
-
-    def terms(self, name, loss):
-        """The gate's parameters sum the gradient of the raw gate."""
-        if name not in ("A_log", "dt_bias"):
-            return None
-        factor = 1.0
-        if name == "A_log":
-            x = self.inputs["g"].double()
-            if self.inputs["dt_bias"] is not None:
-                x = x + self.inputs["dt_bias"].double()
-            factor = F.softplus(x) / torch.sigmoid(x)
-        return tuple(factor * self.gradient(i, "g", loss) for i in (0, 1))
-
-
 def op(kind):
     return getattr(flaop, f"{kind}_gated_delta_rule")
 
@@ -104,13 +74,13 @@ def options_of(case):
 
 @functools.cache
 def covering_case(index, make):
-    return GdnExpected(make(None, **options_of(CASES[index])))
+    return DeltaExpected(make(None, **options_of(CASES[index])))
 
 
 @functools.cache
 def family_case(index, make):
     family, changes = FAMILY_CASES[index]
-    return GdnExpected(make(family, **changes))
+    return DeltaExpected(make(family, **changes))
 
 
 def id_of(index):
@@ -134,20 +104,28 @@ def test_families(index, kind, arguments, compiled_delta_families):
     check_all(family_case(index, arguments), op(kind), "cuda")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["delta main", "delta packed"])
+def test_tiles_of_large_batches(family, arguments, compiled_delta_families, monkeypatch):
+    """Where sequences and heads fill the GPU, the scans take wider tiles."""
+    monkeypatch.setattr("flaop.launch.delta.gdn_stages.processors", lambda device: 0)
+    check_all(DeltaExpected(arguments(family)), flaop.chunk_gated_delta_rule, "cuda")
+
+
 # Tiles of 64 and 128 columns, full and ragged chunks.
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("T", [64, 100, 1500])
 @pytest.mark.parametrize("family", ["delta main", "delta given gate", "delta wide"])
 def test_gradients_at_several_seeds(family, T, seed, arguments, compiled_delta_families):
-    expected = GdnExpected(arguments(family, T=T, H=1, HV=1, seed=seed))
+    expected = DeltaExpected(arguments(family, T=T, H=1, HV=1, seed=seed))
     check_all(expected, flaop.chunk_gated_delta_rule, "cuda")
 
 
 @pytest.mark.parametrize("T", [20, 64, 65, 130])
 def test_dispatcher(delta_device, T, arguments):
     """Both sides of the threshold."""
-    expected = GdnExpected(arguments("delta main", T=T))
+    expected = DeltaExpected(arguments("delta main", T=T))
     check_all(expected, flaop.gated_delta_rule, delta_device)
 
 
@@ -158,7 +136,7 @@ GATE_ARGUMENTS = ("g", "A_log", "dt_bias", "use_gate_in_kernel")
 @pytest.mark.parametrize("T", [20, 130])
 @pytest.mark.parametrize("name", ["delta_rule", "chunk_delta_rule", "fused_recurrent_delta_rule"])
 def test_delta_rule(delta_device, name, T, arguments):
-    expected = GdnExpected(arguments("delta without gate", T=T, B=2, lengths=None))
+    expected = DeltaExpected(arguments("delta without gate", T=T, B=2, lengths=None))
 
     def call(**inputs):
         inputs = {n: x for n, x in inputs.items() if n not in GATE_ARGUMENTS}
@@ -170,7 +148,7 @@ def test_delta_rule(delta_device, name, T, arguments):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["delta main", "delta packed", "delta without gate"])
 def test_each_gradient_asked_for_alone(delta_device, family, kind, arguments):
-    check_alone(GdnExpected(arguments(family)), op(kind), delta_device)
+    check_alone(DeltaExpected(arguments(family)), op(kind), delta_device)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +156,7 @@ def test_each_gradient_asked_for_alone(delta_device, family, kind, arguments):
 )
 @pytest.mark.parametrize("family", ["delta main", "delta packed"])
 def test_hints_change_no_value(delta_device, family, hints, arguments):
-    expected = GdnExpected(arguments(family))
+    expected = DeltaExpected(arguments(family))
     fn = functools.partial(flaop.chunk_gated_delta_rule, **hints)
     check_all(expected, fn, delta_device)
 
@@ -189,4 +167,4 @@ def test_infinite_gates_empty_the_state(delta_device, kind, arguments):
     inputs["g"][:, 70] = -torch.inf
     inputs["g"][:, 100:, 1:] = -torch.inf
     inputs["g"][:, 130:, :1] = -1000
-    check_all(GdnExpected(inputs), op(kind), delta_device)
+    check_all(DeltaExpected(inputs), op(kind), delta_device)

@@ -4,12 +4,10 @@ import functools
 import itertools
 
 import pytest
-import torch
-import torch.nn.functional as F
 
 import flaop
-from flaop.testing import chunk_budget_reference, kda_oracle
-from flaop.testing.comparison import Expected, check_all, check_alone
+from flaop.testing.comparison import check_all, check_alone
+from flaop.testing.expected import DeltaExpected
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "single_thread")
 
@@ -117,31 +115,15 @@ def test_the_covering_set_is_one():
     assert len(ROWS) < 50
 
 
-class KdaExpected(Expected):
-    def __init__(self, inputs):
-        super().__init__(inputs, kda_oracle, chunk_budget_reference, INPUTS)
-
-    def terms(self, name, loss):
-        """The gate's parameters sum the gradient of the raw gate."""
-        if name not in ("A_log", "dt_bias"):
-            return None
-        factor = 1.0
-        if name == "A_log":
-            x = self.inputs["g"].double() + self.inputs["dt_bias"].double()
-            bounded = self.inputs["lower_bound"] is not None
-            factor = x if bounded else F.softplus(x) / torch.sigmoid(x)
-        return tuple(factor * self.gradient(i, "g", loss) for i in (0, 1))
-
-
 @functools.cache
 def covering_case(row, make):
-    return KdaExpected(make(None, **options_of(row)))
+    return DeltaExpected(make(None, **options_of(row)))
 
 
 @functools.cache
 def family_case(index, make):
     family, changes = FAMILY_CASES[index]
-    return KdaExpected(make(family, **changes))
+    return DeltaExpected(make(family, **changes))
 
 
 # The covering set has options of its own in each row: on CUDA that takes long to compile.
@@ -164,11 +146,11 @@ def test_families(index, path, arguments, compiled_families):
 @pytest.mark.parametrize("T", [20, 64, 65, 130])
 def test_dispatcher(device, T, arguments):
     """Both sides of the threshold."""
-    expected = KdaExpected(arguments("main", T=T))
+    expected = DeltaExpected(arguments("main", T=T))
     check_all(expected, flaop.kda, device)
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("family", ["main", "packed"])
 def test_each_gradient_asked_for_alone(device, family, path, arguments):
-    check_alone(KdaExpected(arguments(family)), PATHS[path], device)
+    check_alone(DeltaExpected(arguments(family)), PATHS[path], device)
