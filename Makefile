@@ -48,7 +48,7 @@ test-gpu: install
 test-all: install
 	@failed=0; \
 	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu" tests/kernels $(ARGS) || failed=1; \
-	$(PYTEST) tests/kernels/test_aot.py tests/kernels/test_configs_gpu.py $(ARGS) || failed=1; \
+	$(PYTEST) tests/kernels/test_aot.py tests/kernels/test_*configs_gpu.py $(ARGS) || failed=1; \
 	$(PYTEST) --ignore=tests/kernels tests $(ARGS) || failed=1; \
 	exit $$failed
 

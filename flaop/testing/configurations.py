@@ -144,12 +144,8 @@ def _compare(expected: Expected, name: str, got: Tensor, path: str) -> None:
     others = None
     if name in expected.names:
         kind = "gradient"
-        oracle, budget = (_both(x, name) for x in expected.gradients)
-        if name == "g":
-
-            def others() -> list[Tensor]:
-                return [_both(x, name) for x in expected.other_gradients]
-
+        oracle, budget = (expected.gradient(i, name, "both") for i in (0, 1))
+        others = expected.others(name, "both")
         assert got.dtype == expected.inputs[name].dtype, label
     else:
         kind = "output"
@@ -175,7 +171,3 @@ def _worst(name: str, got: Tensor, oracle: Tensor) -> float:
         return max(worst_error(x, y, (0, 1), floor=_FLOOR) for x, y in heads)
     dims = (0, 1) if name in _STATES else tuple(range(2, got.ndim))
     return worst_error(got, oracle, dims, floor=_FLOOR)
-
-
-def _both(gradients: dict, name: str) -> Tensor:
-    return gradients["o"][name].double() + gradients["final_state"][name].double()
