@@ -5,8 +5,8 @@ S enters the chunk, dS is the gradient of the state that leaves it. With dA = sc
     dq_i = scale exp(G_i) S do_i + sum_j dA_ij k_j exp(G_i - G_j)
     dk_j = exp(G_last - G_j) dS v_j + sum_i dA_ij q_i exp(G_i - G_j)
 
-Pairs of tokens of one block of 16 are summed one by one in fp32; those of different blocks are
-products of decayed rows and columns, at the two upper levels of delta/pairs.py.
+Pairs of tokens of one block of 8 are summed one by one in fp32; those of different blocks are
+products of decayed rows and columns, at the three upper levels of delta/pairs.py.
 
 The gate of a token reaches every pair that straddles it: its gradient is the suffix sum over the
 chunk of q dq - k dk, plus <exp(G_last) S, dS> + sum_j k_j dk_j of the leaving state. The terms of a
@@ -24,6 +24,7 @@ from .tokens import (
     BLOCK,
     BLOCKS,
     block_decays,
+    decays_before,
     join_tokens,
     load_decays,
     load_tokens,
@@ -104,11 +105,16 @@ def near_gradients(dA, b_q, b_k, b_decay, BT: tl.constexpr):
 
 @triton.jit
 def far_gradients(
-    dA, b_q, b_k, b_row, b_column, b_dq, b_dk, b_dG, LEVEL: tl.constexpr, BT: tl.constexpr,
-    PRECISION: tl.constexpr, DTYPE: tl.constexpr,
+    dA, b_q, b_k, b_row, b_column, blocks, b_dq, b_dk, b_dG, LEVEL: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Adds the gradients of the pairs of a level; b_row, b_column [BT, BK] decay rows and columns.
+    """Adds the gradients of the pairs of a level between blocks.
+
+    b_row, b_column [BT, BK] decay rows and columns within their blocks; blocks: decays of blocks.
     """
+    if LEVEL > 8:
+        b_row *= over_blocks(decays_before(blocks, LEVEL // 8), BK)
+        b_column *= over_blocks(suffix_decays(blocks, LEVEL // 8), BK)
     o_t = tl.arange(0, BT)
     b_x = (b_q * b_row).to(DTYPE)
     b_y = (b_k * b_column).to(DTYPE)
@@ -175,10 +181,9 @@ def chunk_gla_bwd_kernel_intra(
     dtype = q.dtype.element_ty
 
     b_decay = load_decays(g + (t0 * HV + i_hv) * K, HV * K, o_k, m_k, b_len)
-    b_row, b_column = prefix_decays(b_decay, 16), suffix_decays(b_decay, 16)
-    b_0, b_1, b_2, b_3 = block_decays(b_row[15])
+    b_row, b_column = prefix_decays(b_decay, 8), suffix_decays(b_decay, 8)
+    blocks, b_all = block_decays(b_row[7])
     b_row, b_column = join_tokens(b_row, BK), join_tokens(b_column, BK)
-    b_one = tl.full(b_0.shape, 1.0, tl.float32)
 
     # through the states
     b_dq = tl.zeros([BT, BK], dtype=tl.float32)
@@ -204,10 +209,10 @@ def chunk_gla_bwd_kernel_intra(
     b_qs = load_tokens(q + p_qk, H * K, o_k, m_k, b_len)
     b_ks = load_tokens(k + p_qk, H * K, o_k, m_k, b_len)
     b_q, b_k = join_tokens(b_qs, BK).to(tl.float32), join_tokens(b_ks, BK).to(tl.float32)
-    b_dk *= b_column * over_blocks(b_1 * b_2 * b_3, b_2 * b_3, b_3, b_one, BK)
+    b_dk *= b_column * over_blocks(suffix_decays(blocks, 8), BK)
     # what a token's gate does to the state that leaves: it decays the tokens before it
     b_written = b_k * b_dk
-    b_leaving = (b_dlast * (b_0 * b_1 * b_2 * b_3))[None, :]
+    b_leaving = (b_dlast * b_all)[None, :]
     if PRECISION == "tf32x3":
         m_before = (o_t[:, None] > o_t[None, :]).to(tl.float32)
         b_leaving += tl.dot(m_before, b_written, input_precision=PRECISION)
@@ -217,19 +222,9 @@ def chunk_gla_bwd_kernel_intra(
         b_leaving += tl.sum(b_written, 0)[None, :]
         b_dG = -b_written
     if HAS_DO:
-        b_dq *= b_row * over_blocks(b_one, b_0, b_0 * b_1, b_0 * b_1 * b_2, BK) * scale
+        b_dq *= b_row * over_blocks(decays_before(blocks, 8), BK) * scale
         b_dG += b_q * b_dq
         p_dA += o_r * (BT * BT)
-        # through the pairs of different blocks
-        b_dq, b_dk, b_dG = far_gradients(
-            p_dA, b_q, b_k, b_row, b_column, b_dq, b_dk, b_dG, 16, BT, PRECISION, dtype
-        )
-        b_row *= over_blocks(b_one, b_one, b_one, b_2, BK)
-        b_column *= over_blocks(b_1, b_one, b_one, b_one, BK)
-        b_dq, b_dk, b_dG = far_gradients(
-            p_dA, b_q, b_k, b_row, b_column, b_dq, b_dk, b_dG, 32, BT, PRECISION, dtype
-        )
-
         # through the pairs of the same block
         b_near_dq, b_near_dk = near_gradients(p_dA, b_qs, b_ks, b_decay, BT)
         b_near_dq, b_near_dk = join_tokens(b_near_dq, BK), join_tokens(b_near_dk, BK)
@@ -239,6 +234,13 @@ def chunk_gla_bwd_kernel_intra(
         b_d = tl.load(p_dA + o_t * (BT + 1)).to(tl.float32)[:, None]
         b_dq += b_d * b_k
         b_dk += b_d * b_q
+
+        # through the pairs of different blocks
+        for i_l in tl.static_range(3, 6):
+            b_dq, b_dk, b_dG = far_gradients(
+                p_dA, b_q, b_k, b_row, b_column, blocks, b_dq, b_dk, b_dG, 1 << i_l,
+                BT, BK, PRECISION, dtype,
+            )  # fmt: skip
     tl.store(dq + p_gk, b_dq.to(dq.dtype.element_ty), mask=m_tk)
     tl.store(dk + p_gk, b_dk.to(dk.dtype.element_ty), mask=m_tk)
 

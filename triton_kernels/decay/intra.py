@@ -19,6 +19,7 @@ from .tokens import (
     BLOCKS,
     block_decays,
     by_block,
+    decays_before,
     join_tokens,
     load_decays,
     load_tokens,
@@ -57,10 +58,12 @@ def add_near_pairs(
 
 @triton.jit
 def add_far_pairs(
-    b_A, b_q, b_k, b_row, b_column, b_rows, b_columns, LEVEL: tl.constexpr, BT: tl.constexpr,
+    b_A, b_q, b_k, b_row, b_column, blocks, LEVEL: tl.constexpr, BT: tl.constexpr,
     BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds the pairs of a level between blocks; b_rows, b_columns [4, BK] decay whole blocks."""
+    """Adds the pairs of a level between blocks; blocks are their decays."""
+    b_rows = by_block(decays_before(blocks, LEVEL // 8))
+    b_columns = by_block(suffix_decays(blocks, LEVEL // 8))
     dtype = b_q[0].dtype
     b_x = ()
     b_y = ()
@@ -125,33 +128,26 @@ def chunk_gla_fwd_kernel_intra(
             b_qt = tl.load(q + o_tk, mask=m_tk, other=0.0).to(tl.float32)
             b_kt = tl.load(k + o_tk, mask=m_tk, other=0.0).to(tl.float32)
             b_diagonal += tl.sum(b_qt * b_kt, 1)
-            for i_l in tl.static_range(4):
+            for i_l in tl.static_range(3):
                 b_A = add_near_pairs(b_A, b_q, b_k, b_decay, 1 << i_l, BT, BK, PRECISION)
-        b_row, b_column = prefix_decays(b_decay, 16), suffix_decays(b_decay, 16)
-        b_0, b_1, b_2, b_3 = block_decays(b_row[15])
-        b_one = tl.full(b_0.shape, 1.0, tl.float32)
+        b_row, b_column = prefix_decays(b_decay, 8), suffix_decays(b_decay, 8)
+        blocks, b_all = block_decays(b_row[7])
         if STORE_A:
-            # blocks next to each other, then those with a block between
-            b_far = by_block(o_b[:, None], b_one, b_one, b_one, b_one)
-            b_A = add_far_pairs(
-                b_A, b_q, b_k, b_row, b_column, b_far, b_far, 16, BT, BK, PRECISION
-            )
-            b_between = by_block(o_b[:, None], b_one, b_one, b_one, b_2)
-            b_until = by_block(o_b[:, None], b_1, b_one, b_one, b_one)
-            b_A = add_far_pairs(
-                b_A, b_q, b_k, b_row, b_column, b_between, b_until, 32, BT, BK, PRECISION
-            )
+            for i_l in tl.static_range(3, 6):
+                b_A = add_far_pairs(
+                    b_A, b_q, b_k, b_row, b_column, blocks, 1 << i_l, BT, BK, PRECISION
+                )
         if STORE_DECAYED:
             # stores last: a product waits for every store before it
-            b_before = by_block(o_b[:, None], b_one, b_0, b_0 * b_1, b_0 * b_1 * b_2) * scale
-            b_after = by_block(o_b[:, None], b_1 * b_2 * b_3, b_2 * b_3, b_3, b_one)
+            b_before = by_block(decays_before(blocks, 8)) * scale
+            b_after = by_block(suffix_decays(blocks, 8))
             o_w = o_r * BT * K + (o_b * (BLOCK * K))[:, None] + o_k[None, :]
             for i in tl.static_range(BLOCK):
                 b_qg = (b_q[i] * b_row[i] * b_before).to(dtype)
                 b_kg = (b_k[i] * b_column[i] * b_after).to(dtype)
                 tl.store(qg + o_w + i * K, b_qg, mask=m_k[None, :])
                 tl.store(kg + o_w + i * K, b_kg, mask=m_k[None, :])
-            tl.store(decay + o_r * K + o_k, b_0 * b_1 * b_2 * b_3, mask=m_k)
+            tl.store(decay + o_r * K + o_k, b_all, mask=m_k)
     if STORE_A:
         b_A += tl.where(o_t[:, None] == o_t[None, :], b_diagonal[:, None], 0.0)
         p_A = o_hv[:, None] * BT + o_t[None, :]
