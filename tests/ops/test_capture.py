@@ -1,8 +1,5 @@
 """CUDA graphs, streams and compilations: what a captured loop relies on."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -10,7 +7,9 @@ import flaop
 from flaop.testing import kda_oracle, relative_error
 from flaop.testing.graphs import (
     assert_all_equal,
+    assert_unwarmed_capture_is_refused,
     capture,
+    compiled_variants,
     refresh,
     replay,
     settled_memory,
@@ -86,49 +85,9 @@ def test_kept_intermediate_results(arguments):
     assert_all_equal(replay(graph, results), expected)
 
 
-# A process of its own: nothing may be ready when its first call is captured.
-UNWARMED = """
-import sys
-import torch
-import flaop
-from flaop.testing import kda_inputs, kda_oracle, relative_error
-
-fn = getattr(flaop, sys.argv[1])
-grad = sys.argv[2] == "grad"
-inputs = kda_inputs(T=130, H=1, K=16, V=16, dtype=torch.float16, device="cuda", requires_grad=grad)
-try:
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        fn(**inputs)
-except RuntimeError as error:
-    message = str(error)
-assert "flaop.warmup" in message and message.count("\\n") == 0, message
-flaop.warmup(fn, **inputs)
-graph = torch.cuda.CUDAGraph()
-with torch.cuda.graph(graph):
-    outputs = fn(**inputs)
-with torch.no_grad():
-    inputs["v"].mul_(-3)
-    graph.replay()
-for got, expected in zip(outputs, kda_oracle(**inputs)):
-    assert relative_error(got, expected) < 1e-2, relative_error(got, expected)
-"""
-
-
-@pytest.mark.parametrize("name, grad", [("chunk_kda", "grad"), ("fused_recurrent_kda", "no_grad")])
+@pytest.mark.parametrize("name, grad", [("chunk_kda", True), ("fused_recurrent_kda", False)])
 def test_an_unwarmed_call_says_so_and_the_process_can_capture_again(name, grad, tmp_path):
-    command = [sys.executable, "-c", UNWARMED, name, grad]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
-def variants():
-    """How many compiled variants the kernels have."""
-    from flaop.launch import table
-    from flaop.launch.delta import recurrent, stages
-    from flaop.launch.kernel import Kernel
-
-    found = [x for m in (stages, recurrent, table) for x in vars(m).values()]
-    return sum(len(kernel.variants) for kernel in found if isinstance(kernel, Kernel))
+    assert_unwarmed_capture_is_refused(name, "kda", tmp_path, grad)
 
 
 def noncontiguous(x):
@@ -140,7 +99,7 @@ def noncontiguous(x):
 def test_no_length_or_stride_compiles_anew(name, family, arguments):
     fn = FUNCTIONS[name]
     flaop.warmup(fn, **arguments(family, device="cuda", requires_grad=True))
-    before = variants()
+    before = compiled_variants()
     if family == "main":
         shapes = [{"T": T} for T in (1, 2, 64, 65, 77, 128, 1000)] + [{"B": 3, "T": 100}]
     else:
@@ -150,7 +109,7 @@ def test_no_length_or_stride_compiles_anew(name, family, arguments):
         flaop.warmup(fn, **inputs)
         inputs["q"], inputs["v"] = noncontiguous(inputs["q"]), noncontiguous(inputs["v"])
         flaop.warmup(fn, **inputs)
-    assert variants() == before
+    assert compiled_variants() == before
 
 
 @pytest.mark.parametrize("final_state", [False, True])
@@ -161,10 +120,10 @@ def test_work_in_segments_compiles_and_changes_nothing(monkeypatch, final_state,
     inputs = arguments("main", B=2, T=500, device="cuda", output_final_state=final_state)
     monkeypatch.setattr(stages._scan, "variants", {})  # other tests have had all of them
     expected = step(flaop.chunk_kda, inputs, False)
-    before = variants()
+    before = compiled_variants()
     monkeypatch.setattr(chunk, "WORKSPACE", 3 * 2 * 64 * 128 * 2 * 4)  # four rows
     assert_all_equal(step(flaop.chunk_kda, inputs, False), expected)
-    assert variants() == before
+    assert compiled_variants() == before
 
 
 @pytest.mark.parametrize("name", ["chunk", "fused_recurrent"])

@@ -1,8 +1,5 @@
 """CUDA graphs, streams and compilations of the decay families: what a captured loop relies on."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -10,7 +7,9 @@ import flaop
 from flaop.testing import gla_oracle, relative_error, simple_gla_oracle
 from flaop.testing.graphs import (
     assert_all_equal,
+    assert_unwarmed_capture_is_refused,
     capture,
+    compiled_variants,
     refresh,
     replay,
     settled_memory,
@@ -140,47 +139,9 @@ def test_stages(arguments):
     assert_all_equal(replay(graph, results), expected)
 
 
-# A process of its own: nothing may be ready when its first call is captured.
-UNWARMED = """
-import sys
-import torch
-import flaop
-from flaop.testing import gla_inputs, gla_oracle, relative_error
-
-fn = getattr(flaop, sys.argv[1])
-inputs = gla_inputs(T=130, H=1, K=16, V=16, dtype=torch.float16, device="cuda")
-try:
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        fn(**inputs)
-except RuntimeError as error:
-    message = str(error)
-assert "flaop.warmup" in message and message.count("\\n") == 0, message
-flaop.warmup(fn, **inputs)
-graph = torch.cuda.CUDAGraph()
-with torch.cuda.graph(graph):
-    outputs = fn(**inputs)
-with torch.no_grad():
-    inputs["v"].mul_(-3)
-    graph.replay()
-for got, expected in zip(outputs, gla_oracle(**inputs)):
-    assert relative_error(got, expected) < 1e-2, relative_error(got, expected)
-"""
-
-
 @pytest.mark.parametrize("name", ["chunk_gla", "fused_recurrent_gla"])
 def test_an_unwarmed_call_says_so_and_the_process_can_capture_again(name, tmp_path):
-    command = [sys.executable, "-c", UNWARMED, name]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
-def variants():
-    """How many compiled variants the kernels have."""
-    from flaop.launch.kernel import Kernel
-
-    modules = [m for name, m in sys.modules.items() if name.startswith("flaop.launch.")]
-    kernels = {id(x): x for m in modules for x in vars(m).values() if isinstance(x, Kernel)}
-    return sum(len(kernel.variants) for kernel in kernels.values())
+    assert_unwarmed_capture_is_refused(name, "gla", tmp_path)
 
 
 def noncontiguous(x):
@@ -193,7 +154,7 @@ def test_no_length_or_stride_compiles_anew(name, layout, arguments):
     fn = getattr(flaop, name)
     family = MAIN[name] if layout == "main" else packed(name)
     flaop.warmup(fn, **arguments(family, device="cuda", requires_grad=True))
-    before = variants()
+    before = compiled_variants()
     if layout == "main":
         shapes = [{"T": T} for T in (1, 2, 64, 65, 77, 128, 1000)] + [{"B": 3, "T": 100}]
     else:
@@ -203,7 +164,7 @@ def test_no_length_or_stride_compiles_anew(name, layout, arguments):
         flaop.warmup(fn, **inputs)
         inputs["q"], inputs["v"] = noncontiguous(inputs["q"]), noncontiguous(inputs["v"])
         flaop.warmup(fn, **inputs)
-    assert variants() == before
+    assert compiled_variants() == before
 
 
 @pytest.mark.parametrize("name", PATHS)
