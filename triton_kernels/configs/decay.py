@@ -30,9 +30,9 @@ def outputs(arch, K, V, dtype):
 def bwd_qk(arch, K, V, dtype):
     """chunk_bwd_kernel_qk: a slab of K a program, V walked in slabs.
 
-    One slab where it fits, as that program makes dv, too. One stage, as in gdn.bwd_intra.
+    One slab where it fits, as that program makes dv, too.
     """
     if dtype == "fp32":
         return {"BK": tile(K, 32), "BV": tile(V, 32), "num_warps": 8, "num_stages": 1}
     BK = tile(K, 128)
-    return {"BK": BK, "BV": tile(V, 64), "num_warps": 8 if BK > 64 else 4, "num_stages": 1}
+    return {"BK": BK, "BV": tile(V, 64), "num_warps": 8 if BK > 64 else 4, "num_stages": 2}

@@ -29,13 +29,11 @@ def bwd_values(arch, K, V, dtype):
 
 
 def bwd_intra(arch, K, V, dtype):
-    """chunk_gdn_bwd_kernel_intra: a slab of K a program, V walked in slabs.
-
-    One stage: of loads that are multiplied and summed up, triton 3.6 and 3.7 fetch the next tile
-    into the place of one that a product still reads.
-    """
-    size = 32 if dtype == "fp32" else 64
-    return {"BK": tile(K, size), "BV": tile(V, size), "num_warps": 4, "num_stages": 1}
+    """chunk_gdn_bwd_kernel_intra: a slab of K a program, V walked in slabs."""
+    if dtype == "fp32":
+        return {"BK": tile(K, 32), "BV": tile(V, 32), "num_warps": 4, "num_stages": 1}
+    stages = 2 if arch >= 90 and dtype == "bf16" else 1
+    return {"BK": tile(K, 64), "BV": tile(V, 64), "num_warps": 4, "num_stages": stages}
 
 
 def w_u(arch, K, V, dtype):

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from ..delta.gates import LOG2_GATE_FLOOR, LOG2E
 from ..delta.rows import chunk_position
+from ..delta.scalar import states_product
 from .rows import decay_over, load_gamma, load_gates, pair_decay, sum_gates
 
 
@@ -121,7 +122,8 @@ def chunk_bwd_kernel_qk(
     b_dA = tl.zeros([BT, BT], dtype=tl.float32)
     b_dq = tl.zeros([BT, BK], dtype=tl.float32)
     b_dk = tl.zeros([BT, BK], dtype=tl.float32)
-    b_states = 0.0
+    if STORE_DG or STORE_DG_GAMMA:
+        b_states = states_product(h, dh, i_S, o_k, m_k, V, BV)
     for i_v in range(0, V, BV):
         o_v = i_v + tl.arange(0, BV)
         m_v = o_v < V
@@ -131,10 +133,8 @@ def chunk_bwd_kernel_qk(
         m_S = m_k[:, None] & m_v[None, :]
         b_v = tl.load(v + i_thv * V + o_tv, mask=m_tv, other=0.0)
         b_dS = tl.load(dh + i_S + o_S, mask=m_S, other=0.0)
-        if HAS_DO or STORE_DG or STORE_DG_GAMMA:
+        if HAS_DO:
             b_S = tl.load(h + i_S + o_S, mask=m_S, other=0.0)
-        if STORE_DG or STORE_DG_GAMMA:
-            b_states += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32))
         b_dS = b_dS.to(STATE_DTYPE)
         b_dk = tl.dot(b_v.to(STATE_DTYPE), tl.trans(b_dS), b_dk, input_precision=PRECISION)
         if HAS_DO:

@@ -32,6 +32,7 @@ from .scalar import (
     NORM_Q,
     PARTS,
     pair_decays,
+    states_product,
 )
 
 
@@ -172,7 +173,8 @@ def chunk_gdn_bwd_kernel_intra(
     # keys: what they read and write of the states, then as rows and columns of M_kk
     b_de = tl.zeros([BT, BK], dtype=tl.float32)
     b_dk = tl.zeros([BT, BK], dtype=tl.float32)
-    b_states = 0.0
+    if USE_G:
+        b_states = states_product(h, dh, i_S, o_k, m_k, V, BV)
     for i_v in range(0, V, BV):
         o_v = i_v + tl.arange(0, BV)
         o_tv = o_t[:, None] * (HV * V) + o_v[None, :]
@@ -181,8 +183,6 @@ def chunk_gdn_bwd_kernel_intra(
         m_S = m_k[:, None] & (o_v < V)[None, :]
         b_S = tl.load(h + i_S + o_S, mask=m_S, other=0.0)
         b_dS = tl.load(dh + i_S + o_S, mask=m_S, other=0.0)
-        if USE_G:
-            b_states += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32))
         b_dR = tl.load(dR + i_thv * V + o_tv, mask=m_tv, other=0.0).to(STATE_DTYPE)
         b_S = tl.trans(b_S.to(STATE_DTYPE))
         b_de = tl.dot(b_dR, b_S, b_de, input_precision=PRECISION)

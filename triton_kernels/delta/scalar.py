@@ -210,3 +210,20 @@ def pair_decays(p_gate, m_pair, BT: tl.constexpr, USE_G: tl.constexpr):
         return tl.where(m_pair, tl.exp2(b_sum), 0.0)
     else:
         return tl.where(m_pair, 1.0, 0.0)
+
+
+@triton.jit
+def states_product(x, y, base, o_k, m_k, V: tl.constexpr, BV: tl.constexpr):
+    """<X, Y> over the channels o_k of two states [K, V] that start at x + base and y + base.
+
+    By loads of its own. Of a load that is summed up as well as multiplied, in a loop of several
+    stages, triton 3.6 and 3.7 fetch the next tile into the place of one that a product still reads.
+    """
+    b_sum = 0.0
+    for i_v in range(0, V, BV):
+        o_v = i_v + tl.arange(0, BV)
+        o_S = base + o_k[:, None] * V + o_v[None, :]
+        m_S = m_k[:, None] & (o_v < V)[None, :]
+        b_x = tl.load(x + o_S, mask=m_S, other=0.0).to(tl.float32)
+        b_sum += tl.sum(b_x * tl.load(y + o_S, mask=m_S, other=0.0).to(tl.float32))
+    return b_sum
