@@ -50,7 +50,7 @@ def gated_delta_rule(
 
     Args:
         q: queries [B, T, H, K]; float32, bfloat16 or float16 (float64 on the CPU). K <= 256.
-        k: keys [B, T, H, K], dtype of q.
+        k: keys [B, T, H, K], dtype of q. With beta |k|^2 > 2 the state grows from token to token.
         v: values [B, T, HV, V], dtype of q; HV is a multiple of H.
         g: log decay (natural logarithm, <= 0) [B, T, HV], any floating dtype; -inf empties the
             state. None: no decay, the delta rule. With use_gate_in_kernel the raw gate x.

@@ -8,6 +8,8 @@ import torch
 
 import flaop
 from flaop.testing import (
+    gdn_inputs,
+    gdn_oracle,
     gla_inputs,
     gla_oracle,
     kda_oracle,
@@ -36,22 +38,42 @@ def fn(request):
     return PATHS[request.param]
 
 
-class Decay(NamedTuple):
-    """One path of simple_gla or gla."""
+class Path(NamedTuple):
+    """One path of a family beside KDA."""
 
     fn: Callable
     inputs: Callable
     oracle: Callable
-    chunk: bool
+    tokens: tuple[str, ...]
+
+    @property
+    def family(self):
+        return self.fn.__name__.removeprefix("chunk_").removeprefix("fused_recurrent_")
+
+    @property
+    def chunk(self):
+        return self.fn.__name__.startswith("chunk_")
+
+    @property
+    def recurrent(self):
+        """The token loop of the family in one kernel."""
+        return getattr(flaop, f"fused_recurrent_{self.family}")
 
 
+GATED = ("q", "k", "v", "g")
 DECAY = {
-    "chunk_simple_gla": Decay(flaop.chunk_simple_gla, simple_gla_inputs, simple_gla_oracle, True),
-    "recurrent_simple_gla": Decay(
-        flaop.fused_recurrent_simple_gla, simple_gla_inputs, simple_gla_oracle, False
+    "chunk_simple_gla": Path(flaop.chunk_simple_gla, simple_gla_inputs, simple_gla_oracle, GATED),
+    "recurrent_simple_gla": Path(
+        flaop.fused_recurrent_simple_gla, simple_gla_inputs, simple_gla_oracle, GATED
     ),
-    "chunk_gla": Decay(flaop.chunk_gla, gla_inputs, gla_oracle, True),
-    "recurrent_gla": Decay(flaop.fused_recurrent_gla, gla_inputs, gla_oracle, False),
+    "chunk_gla": Path(flaop.chunk_gla, gla_inputs, gla_oracle, GATED),
+    "recurrent_gla": Path(flaop.fused_recurrent_gla, gla_inputs, gla_oracle, GATED),
+}
+DELTA = {
+    "chunk_gdn": Path(flaop.chunk_gated_delta_rule, gdn_inputs, gdn_oracle, (*GATED, "beta")),
+    "recurrent_gdn": Path(
+        flaop.fused_recurrent_gated_delta_rule, gdn_inputs, gdn_oracle, (*GATED, "beta")
+    ),
 }
 
 
@@ -59,6 +81,18 @@ DECAY = {
 def decay(request):
     """Each path of the decay families with kernels of their own."""
     return DECAY[request.param]
+
+
+@pytest.fixture(params=DELTA)
+def delta(request):
+    """Each path of the gated delta rule."""
+    return DELTA[request.param]
+
+
+@pytest.fixture(params=DECAY | DELTA)
+def path(request):
+    """Both of the above: for probes that ask the same of every family."""
+    return (DECAY | DELTA)[request.param]
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +127,50 @@ def _results(fn, inputs, loss):
 def gradients_of():
     """gradients_of(fn, inputs, loss="both") -> (outputs, gradients), by name."""
     return lambda fn, inputs, loss="both": _results(fn, inputs, loss)
+
+
+@pytest.fixture
+def pieces_make_one_run():
+    """pieces_make_one_run(fn, inputs, tokens, pieces): outputs, final state and all gradients."""
+
+    def compare(fn, inputs, tokens, pieces):
+        def split(**inputs):
+            state, outputs, start = inputs["initial_state"], [], 0
+            for length in pieces:
+                part = {name: inputs[name][:, start : start + length] for name in tokens}
+                o, state = fn(**{**inputs, **part, "initial_state": state})
+                outputs.append(o)
+                start += length
+            return torch.cat(outputs, dim=1), state
+
+        results = []
+        for call in (split, fn):
+            o, state = call(**inputs)
+            loss = o.square().sum() + state.square().sum()
+            leaves = [inputs[name] for name in (*tokens, "initial_state")]
+            results.append([o, state, *torch.autograd.grad(loss, leaves)])
+        for got, ref in zip(*results):
+            assert relative_error(got, ref) < 1e-4
+
+    return compare
+
+
+@pytest.fixture
+def gives_the_same_bits():
+    """gives_the_same_bits(fn, inputs): 50 times, half of them beside work on another stream."""
+
+    def compare(fn, inputs):
+        first = _results(fn, inputs, "both")
+        noise, stream = torch.randn(4096, 4096, device="cuda"), torch.cuda.Stream()
+        for i in range(50):
+            if i % 2:
+                with torch.cuda.stream(stream):
+                    noise @ noise
+            for found, expected in zip(_results(fn, inputs, "both"), first):
+                for name, x in expected.items():
+                    assert torch.equal(found[name], x), name
+
+    return compare
 
 
 @pytest.fixture

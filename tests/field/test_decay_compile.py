@@ -1,4 +1,6 @@
-"""Field reports on torch.compile, checkpointing and scalars (C) for the decay families."""
+"""Field reports on torch.compile, checkpointing and scalars (C) for the decay families and the
+gated delta rule.
+"""
 
 import contextlib
 import os
@@ -15,11 +17,15 @@ from torch.utils.checkpoint import (
 )
 
 import flaop
-from flaop.testing import gla_inputs, relative_error, simple_gla_inputs
+from flaop.testing import gdn_inputs, gla_inputs, relative_error, simple_gla_inputs
 
 SMALL = dict(H=1, K=16, V=8)
-TOKENS = ("q", "k", "v", "g")
-FAMILIES = {"simple_gla": simple_gla_inputs, "gla": gla_inputs}
+TOKENS = ("q", "k", "v", "g", "beta")
+FAMILIES = {
+    "simple_gla": simple_gla_inputs,
+    "gla": gla_inputs,
+    "gated_delta_rule": gdn_inputs,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +41,11 @@ def family(request):
     return request.param, FAMILIES[request.param]
 
 
+def tokens_of(inputs):
+    """The tensors of one row a token, by name."""
+    return {name: inputs[name] for name in TOKENS if name in inputs}
+
+
 def compiled(fn, **options):
     counter = CompileCounterWithBackend("aot_eager")
     return torch.compile(fn, backend=counter, fullgraph=True, **options), counter
@@ -45,16 +56,16 @@ def test_C04_boundaries_made_inside_the_graph(family, device):
     name, make = family
     fn = getattr(flaop, f"chunk_{name}")
 
-    def call(q, k, v, g):
+    def call(q, k, v, *others):
         B, T = q.shape[:2]
         cu_seqlens = torch.arange(0, B * T + 1, T, device=q.device)
-        packed = [x.flatten(0, 1).unsqueeze(0) for x in (q, k, v, g)]
+        packed = [x.flatten(0, 1).unsqueeze(0) for x in (q, k, v, *others)]
         return fn(*packed, cu_seqlens=cu_seqlens)[0].view(B, T, *v.shape[2:])
 
     run, counter = compiled(call, dynamic=True)
     for T in (64, 65, 200):
         inputs = make(B=3, T=T, device=device, **SMALL)
-        tokens = [inputs[name] for name in TOKENS]
+        tokens = tokens_of(inputs).values()
         assert relative_error(run(*tokens), fn(*tokens)[0]) < 1e-5
     assert counter.frame_count == 1
 
@@ -75,22 +86,24 @@ def test_C05_packings_do_not_recompile(family, device):
     assert counter.frame_count <= 3
 
 
-def test_C06_numbers_reach_the_kernels_as_numbers(decay, device):
+def test_C06_numbers_reach_the_kernels_as_numbers(path, device):
     """Numbers of any kind are one float below the schema, and never part of a key."""
     numpy = pytest.importorskip("numpy")
-    inputs = decay.inputs(T=3, device=device, **SMALL)
-    o, _ = decay.fn(**{**inputs, "scale": 0.5})
+    inputs = path.inputs(T=3, device=device, **SMALL)
+    o, _ = path.fn(**{**inputs, "scale": 0.5})
     for scale in (numpy.float64(0.5), torch.tensor(0.5, device=device)):
-        assert torch.equal(decay.fn(**{**inputs, "scale": scale})[0], o)
+        assert torch.equal(path.fn(**{**inputs, "scale": scale})[0], o)
 
 
 def test_C24_interpreter_mode_leaves_the_cpu_path_alone():
     code = (
         "import flaop; from flaop.testing import *\n"
-        "x, y = (f(T=20, H=1, K=16, V=16) for f in (simple_gla_inputs, gla_inputs))\n"
-        "for p in ('', 'chunk_', 'fused_recurrent_'):\n"
-        "    for n, i, f in (('simple_gla', x, simple_gla_oracle), ('gla', y, gla_oracle)):\n"
-        "        assert relative_error(getattr(flaop, p + n)(**i)[0], f(**i)[0]) < 1e-4"
+        "families = {'simple_gla': (simple_gla_inputs, simple_gla_oracle),\n"
+        "    'gla': (gla_inputs, gla_oracle), 'gated_delta_rule': (gdn_inputs, gdn_oracle)}\n"
+        "for name, (make, oracle) in families.items():\n"
+        "    x = make(T=20, H=1, K=16, V=16)\n"
+        "    for p in ('', 'chunk_', 'fused_recurrent_'):\n"
+        "        assert relative_error(getattr(flaop, p + name)(**x)[0], oracle(**x)[0]) < 1e-4"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     run = subprocess.run(
@@ -102,6 +115,7 @@ def test_C24_interpreter_mode_leaves_the_cpu_path_alone():
 def forwards_with(name, make, policy):
     """How often the forward of a train step over packed sequences runs, and its gradients."""
     inputs = make(lengths=[5, 64, 59], requires_grad=True, **SMALL)
+    tokens = tokens_of(inputs)
     op, calls = getattr(torch.ops.flaop, f"chunk_{name}_fwd").default, []
 
     class Count(torch.utils._python_dispatch.TorchDispatchMode):
@@ -110,7 +124,7 @@ def forwards_with(name, make, policy):
             return func(*args, **(kwargs or {}))
 
     def call(*tensors):
-        return getattr(flaop, f"chunk_{name}")(**{**inputs, **dict(zip(TOKENS, tensors))})
+        return getattr(flaop, f"chunk_{name}")(**{**inputs, **dict(zip(tokens, tensors))})
 
     def select(context, other, *args, **kwargs):
         return CheckpointPolicy.MUST_SAVE if other is op else CheckpointPolicy.PREFER_RECOMPUTE
@@ -118,7 +132,7 @@ def forwards_with(name, make, policy):
     options = {}
     if policy == "save":
         options["context_fn"] = lambda: create_selective_checkpoint_contexts(select)
-    leaves = [inputs[token] for token in TOKENS]
+    leaves = list(tokens.values())
     with Count():
         if policy == "none":
             o, state = call(*leaves)
@@ -155,7 +169,7 @@ def test_C28_compiled_autograd(family, device):
         contextlib.nullcontext(),
         torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")),
     ):
-        leaves = {n: inputs[n].clone().requires_grad_() for n in TOKENS}
+        leaves = {n: x.clone().requires_grad_() for n, x in tokens_of(inputs).items()}
         loss = getattr(flaop, f"chunk_{name}")(**{**inputs, **leaves})[0].square().sum()
         with context:
             loss.backward()

@@ -1,4 +1,6 @@
-"""Field reports on numerics (N, C01, F06, M06) for the decay families."""
+"""Field reports on numerics (N, C01, F06, M06) for the decay families and, where a probe asks
+the same of it, the gated delta rule.
+"""
 
 import math
 
@@ -37,20 +39,20 @@ def test_C01_channels_in_many_blocks_without_a_gate(device, matches):
     [dict(lengths=[16] * 2050, H=32), dict(B=10923, T=32, H=6), dict(T=300_000, H=1)],
     ids=["sequences", "batch", "tokens"],
 )
-def test_N02_long_axes(decay, shape):
+def test_N02_long_axes(path, shape):
     """More than 65535 programs along every axis that data can lengthen, both directions."""
-    if not decay.chunk and shape.get("T") == 300_000:
+    if not path.chunk and shape.get("T") == 300_000:
         pytest.skip("token by token: a minute")
-    inputs = decay.inputs(
+    inputs = path.inputs(
         K=16, V=16, gates="fast", dtype=BF16, device="cuda", requires_grad=True, **shape
     )
-    o, state = decay.fn(**inputs)
+    o, state = path.fn(**inputs)
     (o.float().sum() + state.sum()).backward()
-    tokens = {n: inputs[n][-1:, -16:].detach() for n in ("q", "k", "v", "g")}
+    tokens = {n: inputs[n][-1:, -16:].detach() for n in path.tokens}
     if "lengths" in shape:
-        assert relative_error(o[-1:, -16:], decay.oracle(**tokens)[0]) < 1e-2
+        assert relative_error(o[-1:, -16:], path.oracle(**tokens)[0]) < 1e-2
     else:  # gates that forget: the last token hardly knows what came before the last 16
-        assert relative_error(o[-1:, -1:], decay.oracle(**tokens)[0][:, -1:]) < 1e-2
+        assert relative_error(o[-1:, -1:], path.oracle(**tokens)[0][:, -1:]) < 1e-2
     for name in tokens:
         assert torch.isfinite(inputs[name].grad).all(), name
 
@@ -66,43 +68,43 @@ def test_N04_positions_after_65536(device):
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=IDS)
 @pytest.mark.parametrize("case", ["no gate", "alternating"])
-def test_N05_gates_of_exactly_zero(decay, device, matches, dtype, case):
-    inputs = decay.inputs(T=130, dtype=dtype, device=device, **SMALL)
+def test_N05_gates_of_exactly_zero(path, device, matches, dtype, case):
+    inputs = path.inputs(T=130, dtype=dtype, device=device, **SMALL)
     inputs["g"].zero_()
     if case == "alternating":
         inputs["g"][:, 1::2] = -8
-    matches(decay.fn, inputs, oracle=decay.oracle)
+    matches(path.fn, inputs, oracle=path.oracle)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=IDS)
 @pytest.mark.parametrize("token", [0, 63], ids=["first", "last"])
-def test_N06_one_strong_decay_in_each_chunk(decay, device, matches, dtype, token):
-    inputs = decay.inputs(T=129, dtype=dtype, device=device, initial_state=True, **SMALL)
+def test_N06_one_strong_decay_in_each_chunk(path, device, matches, dtype, token):
+    inputs = path.inputs(T=129, dtype=dtype, device=device, initial_state=True, **SMALL)
     inputs["g"].fill_(-0.01)
     inputs["g"][:, token::64] = -60
-    matches(decay.fn, inputs, oracle=decay.oracle)
+    matches(path.fn, inputs, oracle=path.oracle)
 
 
 @pytest.mark.parametrize("T", [64, 65])
-def test_N07_every_gate_strong(decay, device, matches, T):
-    inputs = decay.inputs(T=T, device=device, **SMALL)
+def test_N07_every_gate_strong(path, device, matches, T):
+    inputs = path.inputs(T=T, device=device, **SMALL)
     inputs["g"] = -10 - 10 * torch.rand_like(inputs["g"])
-    matches(decay.fn, inputs, oracle=decay.oracle)
+    matches(path.fn, inputs, oracle=path.oracle)
 
 
-def test_N07_positive_gates_are_the_callers_risk(decay, device):
+def test_N07_positive_gates_are_the_callers_risk(path, device):
     """Growth of e^8 over a chunk still matches; docs say that g <= 0 is the contract."""
-    inputs = decay.inputs(T=64, device=device, **SMALL)
+    inputs = path.inputs(T=64, device=device, **SMALL)
     inputs["g"].fill_(0.125)
-    assert relative_error(decay.fn(**inputs)[0], decay.oracle(**inputs)[0]) < 1e-3
-    assert "<= 0" in flaop.simple_gla.__doc__ and "<= 0" in flaop.gla.__doc__
+    assert relative_error(path.fn(**inputs)[0], path.oracle(**inputs)[0]) < 1e-3
+    assert "<= 0" in getattr(flaop, path.family).__doc__
 
 
 @pytest.mark.parametrize("g", [-5.5, -8.0, -20.0, -88.0, -1000.0])
-def test_N09_decay_of_every_strength(decay, device, matches, g):
-    inputs = decay.inputs(T=66, device=device, initial_state=True, **SMALL)
+def test_N09_decay_of_every_strength(path, device, matches, g):
+    inputs = path.inputs(T=66, device=device, initial_state=True, **SMALL)
     inputs["g"].fill_(g)
-    matches(decay.fn, inputs, oracle=decay.oracle)
+    matches(path.fn, inputs, oracle=path.oracle)
 
 
 def test_N09_infinite_decay_starts_afresh(decay, device, gradients_of):
@@ -130,44 +132,44 @@ def test_N11_gate_gradient_under_strong_decay(decay, device, matches, dtype):
 
 
 @pytest.mark.parametrize("allow", [False, True])
-def test_N13_one_precision_policy(decay, device, matches, allow):
+def test_N13_one_precision_policy(path, device, matches, allow):
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = allow
     try:
-        inputs = decay.inputs(T=130, H=1, K=64, V=64, device=device)
-        matches(decay.fn, inputs, oracle=decay.oracle)
+        inputs = path.inputs(T=130, H=1, K=64, V=64, device=device)
+        matches(path.fn, inputs, oracle=path.oracle)
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
 @pytest.mark.parametrize("filled, expected", [(2000.0, 22627.4), (10_000.0, math.inf)])
-def test_N14_read_out_beyond_fp16(decay, device, filled, expected):
+def test_N14_read_out_beyond_fp16(path, device, filled, expected):
     """A finite state never reads as NaN; beyond 65504 an fp16 output is inf, a float32 one not."""
-    inputs = decay.inputs(T=1, H=1, K=128, V=128, dtype=FP16, device=device, initial_state=True)
+    inputs = path.inputs(T=1, H=1, K=128, V=128, dtype=FP16, device=device, initial_state=True)
     inputs["q"].fill_(128**-0.5)
     inputs["k"].zero_()
     inputs["g"].zero_()
     inputs["initial_state"].fill_(filled)
-    o, state = decay.fn(**{**inputs, "scale": 1.0})
+    o, state = path.fn(**{**inputs, "scale": 1.0})
     assert torch.equal(state, inputs["initial_state"])
     if math.isinf(expected):
         assert (o == expected).all()
         wide = {n: inputs[n].float() for n in "qkv"}
-        o, _ = decay.fn(**{**inputs, **wide, "scale": 1.0})
+        o, _ = path.fn(**{**inputs, **wide, "scale": 1.0})
         expected = 113_137.1
     torch.testing.assert_close(o.float(), torch.full_like(o.float(), expected), rtol=1e-2, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=IDS)
 @pytest.mark.parametrize("state", [None, FP32, BF16], ids=["none", "fp32", "bf16"])
-def test_N15_final_states_are_float32(decay, device, dtype, state):
-    inputs = decay.inputs(T=3, dtype=dtype, device=device, initial_state=state is not None, **SMALL)
+def test_N15_final_states_are_float32(path, device, dtype, state):
+    inputs = path.inputs(T=3, dtype=dtype, device=device, initial_state=state is not None, **SMALL)
     if state is not None:
         # below bfloat16's and float16's resolution of 1: lost by a cast down
         inputs["initial_state"] = torch.full((1, 1, 16, 8), 1 + 2**-14, device=device).to(state)
         inputs["g"].zero_()
         inputs["k"].zero_()
-    _, final_state = decay.fn(**inputs)
+    _, final_state = path.fn(**inputs)
     assert final_state.dtype is FP32
     if state is not None:
         torch.testing.assert_close(final_state, inputs["initial_state"].float(), rtol=1e-7, atol=0)
@@ -229,32 +231,23 @@ def test_N21_errors_stay_at_their_level(decay, device, gradients_of, dtype):
 
 
 @pytest.mark.parametrize("lengths", [[256], [60, 0, 196]], ids=str)
-def test_F06_weak_decay_is_exact_however_work_is_split(decay, device, lengths):
-    inputs = decay.inputs(lengths=lengths, device=device, initial_state=True, **SMALL)
+def test_F06_weak_decay_is_exact_however_work_is_split(path, device, lengths):
+    inputs = path.inputs(lengths=lengths, device=device, initial_state=True, **SMALL)
     inputs["g"].fill_(-1e-4)
-    expected = decay.oracle(**inputs)
-    for split_size in (0, 64) if decay.chunk else (0,):
-        o, state = decay.fn(**inputs, split_size=split_size)
+    expected = path.oracle(**inputs)
+    for split_size in (0, 64) if path.chunk else (0,):
+        o, state = path.fn(**inputs, split_size=split_size)
         assert relative_error(o, expected[0]) < 1e-5 and relative_error(state, expected[1]) < 1e-5
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=IDS)
-def test_H12_M06_the_same_bits_every_time(decay, gradients_of, dtype):
-    """50 calls, the GPU busy with another stream half of the time."""
+def test_H12_M06_the_same_bits_every_time(decay, gives_the_same_bits, dtype):
     inputs = decay.inputs(
         T=1000 if decay.chunk else 100, H=2, HV=4, K=64, V=64, dtype=dtype, device="cuda",
         initial_state=True,
     )  # fmt: skip
-    first = gradients_of(decay.fn, inputs)
-    noise, stream = torch.randn(4096, 4096, device="cuda"), torch.cuda.Stream()
-    for i in range(50):
-        if i % 2:
-            with torch.cuda.stream(stream):
-                noise @ noise
-        for found, expected in zip(gradients_of(decay.fn, inputs), first):
-            for name, x in expected.items():
-                assert torch.equal(found[name], x), name
+    gives_the_same_bits(decay.fn, inputs)
 
 
 @pytest.mark.gpu

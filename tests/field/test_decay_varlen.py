@@ -1,4 +1,6 @@
-"""Field reports on packed sequences (V, G09, R05) for the decay families."""
+"""Field reports on packed sequences (V, G09, R05) for the decay families and, where a probe asks
+the same of it, the gated delta rule.
+"""
 
 import pytest
 import torch
@@ -9,25 +11,25 @@ TOKENS = ("q", "k", "v", "g")
 SIZES = dict(H=1, K=16, V=8)
 
 
-def test_V01_V03_empty_sequences_pass_their_state(decay, device, matches):
+def test_V01_V03_empty_sequences_pass_their_state(path, device, matches):
     """And the gradient of their state is that of their final state, exactly."""
-    inputs = decay.inputs(lengths=[0, 70, 0, 130, 0], device=device, initial_state=True, **SIZES)
-    outputs, _ = matches(decay.fn, inputs, oracle=decay.oracle)
+    inputs = path.inputs(lengths=[0, 70, 0, 130, 0], device=device, initial_state=True, **SIZES)
+    outputs, _ = matches(path.fn, inputs, oracle=path.oracle)
     empty = [0, 2, 4]
     assert torch.equal(outputs["state"][empty], inputs["initial_state"][empty])
     state = inputs["initial_state"].clone().requires_grad_()
-    _, final_state = decay.fn(**{**inputs, "initial_state": state})
+    _, final_state = path.fn(**{**inputs, "initial_state": state})
     cotangent = torch.randn_like(final_state)
     (gradient,) = torch.autograd.grad(final_state, state, cotangent)
     assert torch.equal(gradient[empty], cotangent[empty])
 
 
 @pytest.mark.parametrize("lengths", [[781, 1267], [1] * 64], ids=["long", "one token"])
-def test_V05_chunks_are_counted_per_sequence(decay, device, matches, lengths):
-    if not decay.chunk:
+def test_V05_chunks_are_counted_per_sequence(path, device, matches, lengths):
+    if not path.chunk:
         pytest.skip("no chunks")
-    inputs = decay.inputs(lengths=lengths, device=device, gates="fast", **SIZES)
-    matches(decay.fn, inputs, oracle=decay.oracle)
+    inputs = path.inputs(lengths=lengths, device=device, gates="fast", **SIZES)
+    matches(path.fn, inputs, oracle=path.oracle)
 
 
 @pytest.mark.parametrize("chunk_size", [16, 32, 64])
@@ -48,9 +50,9 @@ def test_V06_S14_small_and_odd_sizes(decay, device, matches, T, K, V):
 
 
 @pytest.mark.parametrize("shape", [dict(B=0, T=3), dict(T=0), dict(lengths=[])], ids=str)
-def test_V07_nothing_to_do(decay, device, gradients_of, shape):
-    inputs = decay.inputs(**{**shape, **SIZES}, device=device, initial_state=True)
-    outputs, gradients = gradients_of(decay.fn, inputs)
+def test_V07_nothing_to_do(path, device, gradients_of, shape):
+    inputs = path.inputs(**{**shape, **SIZES}, device=device, initial_state=True)
+    outputs, gradients = gradients_of(path.fn, inputs)
     assert outputs["o"].shape == inputs["v"].shape
     assert torch.equal(outputs["state"], inputs["initial_state"])
     for name, gradient in gradients.items():
@@ -58,30 +60,30 @@ def test_V07_nothing_to_do(decay, device, gradients_of, shape):
 
 
 @pytest.mark.parametrize("bounds", [[0, 256, 512, 768], [0, 100, 50, 256], [1, 256], [0, 255]])
-def test_V08_content_of_cu_seqlens_cannot_lead_outside(decay, device, matches, bounds):
-    inputs = decay.inputs(lengths=[256], device=device, gates="fast", **SIZES)
+def test_V08_content_of_cu_seqlens_cannot_lead_outside(path, device, matches, bounds):
+    inputs = path.inputs(lengths=[256], device=device, gates="fast", **SIZES)
     inputs["cu_seqlens"] = torch.tensor(bounds, device=device)
-    outputs, gradients = matches(decay.fn, inputs, oracle=decay.oracle)
+    outputs, gradients = matches(path.fn, inputs, oracle=path.oracle)
     covered = inputs["cu_seqlens"].clamp(0, 256).cummax(0).values.tolist()
-    for x in (outputs["o"], *(gradients[name] for name in TOKENS)):
+    for x in (outputs["o"], *(gradients[name] for name in path.tokens)):
         assert not x[:, : covered[0]].any() and not x[:, covered[-1] :].any()
 
 
 @pytest.mark.parametrize("bounds", [torch.zeros(1, 2), torch.tensor([[0, 256]]), torch.zeros(0)])
-def test_V08_layout_of_cu_seqlens_always_raises(decay, device, bounds):
-    inputs = decay.inputs(lengths=[256], device=device, **SIZES)
+def test_V08_layout_of_cu_seqlens_always_raises(path, device, bounds):
+    inputs = path.inputs(lengths=[256], device=device, **SIZES)
     with pytest.raises((TypeError, ValueError), match="cu_seqlens"):
-        decay.fn(**{**inputs, "cu_seqlens": bounds.to(device)})
-    batch = decay.inputs(B=2, T=8, device=device, **SIZES)
+        path.fn(**{**inputs, "cu_seqlens": bounds.to(device)})
+    batch = path.inputs(B=2, T=8, device=device, **SIZES)
     with pytest.raises(ValueError, match="cu_seqlens needs a batch of one"):
-        decay.fn(**batch | {"cu_seqlens": torch.tensor([0, 8], device=device)})
+        path.fn(**batch | {"cu_seqlens": torch.tensor([0, 8], device=device)})
 
 
-def test_V09_misspelt_keywords_are_errors(decay, device):
-    inputs = decay.inputs(lengths=[3, 5], device=device, **SIZES)
+def test_V09_misspelt_keywords_are_errors(path, device):
+    inputs = path.inputs(lengths=[3, 5], device=device, **SIZES)
     inputs["cu_seqlen"] = inputs.pop("cu_seqlens")
     with pytest.raises(TypeError, match="cu_seqlen"):
-        decay.fn(**inputs)
+        path.fn(**inputs)
 
 
 def test_V09_packed_sequences_do_not_see_each_other(decay, device, gradients_of):
@@ -99,34 +101,35 @@ def test_V09_packed_sequences_do_not_see_each_other(decay, device, gradients_of)
         assert torch.equal(before_gradients[name][:, 70:], after_gradients[name][:, 70:]), name
 
 
-def test_V11_many_short_sequences(decay, device, matches):
+def test_V11_many_short_sequences(path, device, matches):
     lengths = [1 + n % 3 for n in range(257)]
-    inputs = decay.inputs(lengths=lengths, device=device, H=1, K=8, V=8, initial_state=True)
-    matches(decay.fn, inputs, oracle=decay.oracle)
+    inputs = path.inputs(lengths=lengths, device=device, H=1, K=8, V=8, initial_state=True)
+    matches(path.fn, inputs, oracle=path.oracle)
 
 
 @pytest.mark.parametrize("end", [300, 0])
-def test_G09_buffers_larger_than_their_tokens(decay, device, gradients_of, end):
+def test_G09_buffers_larger_than_their_tokens(path, device, gradients_of, end):
     """A buffer of 512 rows with 300 in use: padding gives zeros, whatever it holds."""
-    inputs = decay.inputs(lengths=[512], device=device, **SIZES)
+    inputs = path.inputs(lengths=[512], device=device, **SIZES)
     inputs["cu_seqlens"] = torch.tensor([0, end], device=device)
-    used = {**inputs, **{name: inputs[name][:, :end].clone() for name in TOKENS}}
-    for name in TOKENS:
+    used = {**inputs, **{name: inputs[name][:, :end].clone() for name in path.tokens}}
+    for name in path.tokens:
         inputs[name] = inputs[name].clone()
         inputs[name][:, end:] = torch.nan
-    outputs, gradients = gradients_of(decay.fn, inputs)
-    assert torch.equal(outputs["o"][:, :end], decay.fn(**used)[0])
+    outputs, gradients = gradients_of(path.fn, inputs)
+    assert torch.equal(outputs["o"][:, :end], path.fn(**used)[0])
     assert not outputs["o"][:, end:].any()
-    for name in TOKENS:
+    for name in path.tokens:
         assert torch.isfinite(gradients[name]).all() and not gradients[name][:, end:].any(), name
 
 
-def test_R05_states_at_chosen_tokens(decay, device):
+def test_R05_states_at_chosen_tokens(path, device):
     """States after 64, 128 and 190 of 200 tokens, by three shorter packed sequences."""
-    inputs = decay.inputs(T=200, device=device, **SIZES)
-    pieces = {n: torch.cat([inputs[n][:, :end] for end in (64, 128, 190)], 1) for n in TOKENS}
+    inputs = path.inputs(T=200, device=device, **SIZES)
+    pieces = {n: torch.cat([inputs[n][:, :end] for end in (64, 128, 190)], 1) for n in path.tokens}
     bounds = torch.tensor([0, 64, 192, 382], device=device)
-    _, states = decay.fn(**{**inputs, **pieces, "cu_seqlens": bounds})
+    _, states = path.fn(**{**inputs, **pieces, "cu_seqlens": bounds})
     for n, end in enumerate((64, 128, 190)):
-        _, state = decay.oracle(**{**inputs, **{name: inputs[name][:, :end] for name in TOKENS}})
+        first = {name: inputs[name][:, :end] for name in path.tokens}
+        _, state = path.oracle(**{**inputs, **first})
         assert relative_error(states[n], state[0]) < 1e-5

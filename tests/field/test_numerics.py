@@ -40,7 +40,8 @@ def test_N02_long_axes(fn, shape):
         assert torch.isfinite(inputs[name].grad).all(), name
 
 
-def test_N02_long_axis_of_grids():
+@pytest.mark.parametrize("gate", ["softplus", "scalar", "channel", "head"])
+def test_N02_long_axis_of_grids(gate):
     """Grids have one axis: no extent can meet the limit of 65535 of the others."""
     triton = pytest.importorskip("triton")
     from flaop.launch.kernel import Kernel
@@ -48,14 +49,14 @@ def test_N02_long_axis_of_grids():
     seen = []
     original = Kernel.__call__
 
-    def record(self, grid, args, constants, **options):
+    def record(self, grid, *args, **options):
         seen.append(grid)
 
-    from flaop.testing.launches import Case, kda_launches
+    from flaop.testing.launches import Case, launches
 
     Kernel.__call__ = record
     try:
-        kda_launches(Case(90, "bf16", 64, "softplus"))
+        launches(Case(90, "bf16", 64, gate))
     finally:
         Kernel.__call__ = original
     assert triton and len(seen) > 10

@@ -148,29 +148,12 @@ def test_V09_packed_sequences_do_not_see_each_other(fn, device, gradients_of):
 
 
 @pytest.mark.parametrize("pieces", [[1, 2, 3, 63, 64, 64], [1] * 40], ids=["pieces", "tokens"])
-def test_V10_pieces_with_carried_state(fn, device, pieces):
+def test_V10_pieces_with_carried_state(fn, device, pieces, pieces_make_one_run):
     """Outputs, final state and all gradients, through every piece, are those of one call."""
     inputs = kda_inputs(
         T=sum(pieces), device=device, initial_state=True, requires_grad=True, **SIZES
     )
-
-    def split(**inputs):
-        state, outputs, start = inputs["initial_state"], [], 0
-        for length in pieces:
-            part = {name: inputs[name][:, start : start + length] for name in TOKENS}
-            o, state = fn(**{**inputs, **part, "initial_state": state})
-            outputs.append(o)
-            start += length
-        return torch.cat(outputs, dim=1), state
-
-    results = []
-    for call in (split, fn):
-        o, state = call(**inputs)
-        loss = o.square().sum() + state.square().sum()
-        leaves = [inputs[name] for name in (*TOKENS, "initial_state")]
-        results.append([o, state, *torch.autograd.grad(loss, leaves)])
-    for got, ref in zip(*results):
-        assert relative_error(got, ref) < 1e-4
+    pieces_make_one_run(fn, inputs, TOKENS, pieces)
 
 
 def test_V11_many_short_sequences(fn, device, matches):

@@ -220,11 +220,18 @@ def chunk_gdn_bwd_kernel_intra(
         if USE_L2NORM:
             b_x = (b_x.to(tl.float32) * tl.load(p_x + NORM_Q * BT)[:, None]).to(dtype)
         b_dq *= (tl.load(p_x + BEFORE * BT) * scale)[:, None]
-        b_M = tl.load(M_qk + i_thv * BT + o_M, mask=m_t[:, None], other=0.0)
+        p_M = M_qk + i_thv * BT
+        # a token's pair with itself has no gate, and is all there is under strong decay
+        m_M = m_t[:, None] & (o_t[:, None] != o_t[None, :])
+        b_M = tl.load(p_M + o_M, mask=m_M, other=0.0)
         b_dq = tl.dot(b_M, b_z, b_dq, input_precision=PRECISION)
         b_dG += tl.sum(b_x.to(tl.float32) * b_dq, 1)
         b_column = tl.dot(tl.trans(b_M), b_x, b_column, input_precision=PRECISION)
     b_dG -= tl.sum(b_z.to(tl.float32) * b_column, 1)
+    if HAS_DO:
+        b_own = tl.load(p_M + o_t * (HV * BT + 1), mask=m_t, other=0.0).to(tl.float32)[:, None]
+        b_dq += b_own * b_z.to(tl.float32)
+        b_column += b_own * b_x.to(tl.float32)
     tl.store(dq + i_thv * K + o_gk, b_dq.to(dq.dtype.element_ty), mask=m_tk)
     tl.store(dk + i_thv * K + o_gk, (b_dk + b_column).to(dk.dtype.element_ty), mask=m_tk)
 
