@@ -1,19 +1,38 @@
 """Fixtures shared by the tests: devices, seeds, poisoned memory."""
 
+import collections
+import os
 import sys
 
 import pytest
 import torch
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Tests marked gpu are skipped, not failed, on a machine without one."""
     if torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords and "slow_on_gpu" in item.keywords:
+                item.add_marker("slow")
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            spread(items)
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def spread(items):
+    """Cases of one function apart: at the same time they would compile the same kernels."""
+    met = collections.Counter()
+    place = {}
+    for item in items:
+        function = item.nodeid.split("[")[0]
+        place[item] = met[function]
+        met[function] += 1
+    items.sort(key=place.__getitem__)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

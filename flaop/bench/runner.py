@@ -115,10 +115,10 @@ def _time_cuda(record, case, function, inputs, device, budget) -> None:
     work = timing.Work(case, function, inputs, sets)
     repeats = record["repeats"]
     repeats["eager_ms"] = timing.eager(work, device, budget)
-    repeats["host_us"] = timing.host(work, device, budget)
-    for name in repeats:
-        record[name] = timing.median(repeats[name])
+    # Other work on the host slows a whole round: the quietest of three is the call's own time.
+    rounds = [timing.host(work, device, budget)]
     record["peak_mib"] = timing.peak_memory(work, device)
+    rounds.append(timing.host(work, device, budget))
     if sets > 1:
         _note(record, f"cold L2: {sets} input sets rotated")
     try:
@@ -128,6 +128,10 @@ def _time_cuda(record, case, function, inputs, device, budget) -> None:
     # A peer may fail inside a capture in any way; its other figures stand.
     except Exception as error:
         _note(record, f"no CUDA graph ({first_line(error)})")
+    rounds.append(timing.host(work, device, budget))
+    repeats["host_us"] = min(rounds, key=timing.median)
+    for name in ("eager_ms", "host_us"):
+        record[name] = timing.median(repeats[name])
     record["graph_ms"] = timing.median(repeats.get("graph_ms"))
     record["graph_warm_ms"] = timing.median(repeats.get("graph_warm_ms"))
     if record["graph_warm_ms"] is not None:

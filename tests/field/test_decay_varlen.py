@@ -41,8 +41,10 @@ def test_V05_any_chunk_hint(decay, device, chunk_size):
 
 @pytest.mark.parametrize(
     "T, K, V",
-    [(1, 8, 1), (2, 16, 8), (3, 24, 16), (7, 60, 64), (8, 64, 100), (15, 100, 1), (16, 128, 8),
-     (17, 192, 16), (63, 256, 8), (64, 8, 100), (65, 1, 1), (20, 300, 8)],
+    [(1, 8, 1), (7, 60, 64), (15, 100, 1), (17, 192, 16), (65, 1, 1), (20, 300, 8),
+     *[pytest.param(*shape, marks=pytest.mark.slow_on_gpu)
+       for shape in ((2, 16, 8), (3, 24, 16), (8, 64, 100),
+                     (16, 128, 8), (63, 256, 8), (64, 8, 100))]],
 )  # fmt: skip
 def test_V06_S14_small_and_odd_sizes(decay, device, matches, T, K, V):
     inputs = decay.inputs(T=T, H=1, K=K, V=V, device=device, initial_state=True)

@@ -164,36 +164,23 @@ def arguments_fixture():
 
 @pytest.fixture(scope="session")
 def compiled_families(tmp_path_factory):
-    """Fills Triton's cache on disk, one process for each family and path."""
-    compile_side_by_side(FAMILIES, tmp_path_factory.getbasetemp(), "families")
-
-
-@pytest.fixture(scope="session")
-def compiled_decay_families(tmp_path_factory):
-    compile_side_by_side(DECAY_FAMILIES, tmp_path_factory.getbasetemp(), "decay_families")
-
-
-@pytest.fixture(scope="session")
-def compiled_delta_families(tmp_path_factory):
-    compile_side_by_side(DELTA_FAMILIES, tmp_path_factory.getbasetemp(), "delta_families")
-
-
-def compile_side_by_side(families, folder, name):
+    """Fills Triton's cache on disk, one process for each family and path, the slowest first."""
     command = [sys.executable, os.path.abspath(__file__)]
-    jobs = [
-        [*command, family, path, "cuda"]
-        for family, options in families.items()
-        for path in paths(options)
-    ]
+    chunk, recurrent = [], []
+    for family, options in (FAMILIES | DELTA_FAMILIES | DECAY_FAMILIES).items():
+        for path in paths(options):
+            jobs = chunk if path.startswith("chunk_") else recurrent
+            jobs.append([*command, family, path, "cuda"])
     # The processes of one parallel run share a folder: the first of them compiles for all.
+    folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
-    with open(folder / name, "a+") as done:
+    with open(folder / "compiled_families", "a+") as done:
         fcntl.flock(done, fcntl.LOCK_EX)
         if done.seek(0, os.SEEK_END) == 0:
             with ThreadPoolExecutor(max(os.cpu_count() - 2, 1)) as pool:
                 # What fails here fails again in a test, with a better message.
-                list(pool.map(subprocess.run, jobs))
+                list(pool.map(subprocess.run, chunk + recurrent))
             done.write("compiled")
 
 
@@ -209,7 +196,7 @@ def device(device, request):
 def decay_device(request):
     """The device of the tests of the decay families, with their kernels compiled."""
     if request.param == "cuda":
-        request.getfixturevalue("compiled_decay_families")
+        request.getfixturevalue("compiled_families")
     return request.param
 
 
@@ -217,7 +204,7 @@ def decay_device(request):
 def delta_device(request):
     """The device of the tests of the gated delta rule, with its kernels compiled."""
     if request.param == "cuda":
-        request.getfixturevalue("compiled_delta_families")
+        request.getfixturevalue("compiled_families")
     return request.param
 
 

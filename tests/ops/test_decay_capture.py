@@ -16,7 +16,7 @@ from flaop.testing.graphs import (
     step,
 )
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiled_decay_families")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiled_families")]
 
 # Functions and the family of options they are called with.
 MAIN = {

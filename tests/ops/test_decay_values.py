@@ -119,7 +119,7 @@ def test_covering_set(where, index, kind, arguments):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("index", FAMILY_INDICES)
-def test_families(index, kind, arguments, compiled_decay_families):
+def test_families(index, kind, arguments, compiled_families):
     expected = family_case(index, arguments)
     check_all(expected, served(kind, expected.inputs), "cuda")
 

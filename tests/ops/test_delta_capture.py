@@ -15,7 +15,7 @@ from flaop.testing.graphs import (
     step,
 )
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiled_delta_families")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compiled_families")]
 
 PATHS = ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")
 CU_SEQLENS = (

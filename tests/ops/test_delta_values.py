@@ -100,13 +100,13 @@ def test_covering_set(where, index, kind, arguments):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("index", range(len(FAMILY_CASES)))
-def test_families(index, kind, arguments, compiled_delta_families):
+def test_families(index, kind, arguments, compiled_families):
     check_all(family_case(index, arguments), op(kind), "cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["delta main", "delta packed"])
-def test_tiles_of_large_batches(family, arguments, compiled_delta_families, monkeypatch):
+def test_tiles_of_large_batches(family, arguments, compiled_families, monkeypatch):
     """Where sequences and heads fill the GPU, the scans take wider tiles."""
     monkeypatch.setattr("flaop.launch.delta.gdn_stages.processors", lambda device: 0)
     check_all(DeltaExpected(arguments(family)), flaop.chunk_gated_delta_rule, "cuda")
@@ -117,7 +117,7 @@ def test_tiles_of_large_batches(family, arguments, compiled_delta_families, monk
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("T", [64, 100, 1500])
 @pytest.mark.parametrize("family", ["delta main", "delta given gate", "delta wide"])
-def test_gradients_at_several_seeds(family, T, seed, arguments, compiled_delta_families):
+def test_gradients_at_several_seeds(family, T, seed, arguments, compiled_families):
     expected = DeltaExpected(arguments(family, T=T, H=1, HV=1, seed=seed))
     check_all(expected, flaop.chunk_gated_delta_rule, "cuda")
 
