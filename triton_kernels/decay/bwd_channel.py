@@ -74,6 +74,18 @@ def chunk_gla_bwd_kernel_pairs(
 
 
 @triton.jit
+def state_operand(b_S, STATE_DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """A state in the dtype of its products; one in fp32 to the nearest tf32, which the tensor cores
+    would cut off instead, at twice the error."""
+    b_S = b_S.to(STATE_DTYPE)
+    if STATE_DTYPE == tl.float32 and PRECISION == "tf32":
+        b_bits = b_S.to(tl.int32, bitcast=True) + (1 << 12)
+        b_near = (b_bits & -(1 << 13)).to(tl.float32, bitcast=True)
+        b_S = tl.where(b_S == b_S, b_near, b_S)
+    return b_S
+
+
+@triton.jit
 def near_gradients(dA, b_q, b_k, b_decay, BT: tl.constexpr):
     """(dq, dk), tuples of tokens, of the pairs j < i within blocks, by Horner's scheme:
 
@@ -199,11 +211,11 @@ def chunk_gla_bwd_kernel_intra(
         b_dS = tl.load(dh + p_S, mask=m_S, other=0.0)
         b_dlast += tl.sum(b_S.to(tl.float32) * b_dS.to(tl.float32), 1)
         b_v = tl.load(v + p_tv, mask=m_tv, other=0.0).to(STATE_DTYPE)
-        b_dS = tl.trans(b_dS.to(STATE_DTYPE))
+        b_dS = tl.trans(state_operand(b_dS, STATE_DTYPE, PRECISION))
         b_dk = tl.dot(b_v, b_dS, b_dk, input_precision=PRECISION)
         if HAS_DO:
             b_do = tl.load(do + p_tv, mask=m_tv, other=0.0).to(STATE_DTYPE)
-            b_S = tl.trans(b_S.to(STATE_DTYPE))
+            b_S = tl.trans(state_operand(b_S, STATE_DTYPE, PRECISION))
             b_dq = tl.dot(b_do, b_S, b_dq, input_precision=PRECISION)
 
     b_qs = load_tokens(q + p_qk, H * K, o_k, m_k, b_len)
