@@ -4,6 +4,9 @@ stage within a chunk against its formula.
 
 import pytest
 import torch
+import triton
+import triton.language as tl
+from flaop.triton_kernels.decay.bwd_channel import state_operand
 
 from flaop.launch.decay import channel, chunk
 from flaop.launch.decay.problem import problem
@@ -132,6 +135,27 @@ def test_state_emptied_by_infinite_gates():
     inputs["g"][:, 5, :, ::2] = -torch.inf
     _, gradients = run(inputs)
     assert not gradients[3][:, [2, 65]].any()
+
+
+@triton.jit
+def operand_kernel(x, y, N: tl.constexpr, PRECISION: tl.constexpr):
+    o = tl.arange(0, N)
+    tl.store(y + o, state_operand(tl.load(x + o), tl.float32, PRECISION))
+
+
+def test_states_to_the_nearest_tf32():
+    """Eleven bits of mantissa; the interpreter's products would take all 24."""
+    x = torch.randn(128) * torch.logspace(-30, 30, 128)
+    special = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf, 0.0, 1 + 2.0**-11])
+    special[0].view(torch.int32).fill_(0x7FFFFFFF)
+    x[:6] = special
+    y = torch.empty_like(x)
+    operand_kernel[(1,)](x, y, 128, "tf32")
+    mantissa, exponent = torch.frexp(x[6:].double())
+    assert torch.equal(y[6:].double(), torch.ldexp((mantissa * 2048).round() / 2048, exponent))
+    assert y[:2].isnan().all() and y[2:5].tolist() == x[2:5].tolist() and y[5] == 1 + 2.0**-10
+    operand_kernel[(1,)](x, y, 128, "tf32x3")
+    assert torch.equal(y[2:], x[2:])
 
 
 def test_prefix_does_not_see_the_future():
