@@ -1,0 +1,43 @@
+"""Tiles of the kernels on a pool of states: pure functions of what a variant is compiled for.
+
+`dtype` is the pool's. A thread holds at most 64 values of the fp32 state (configs/recurrent.py).
+"""
+
+from . import recurrent
+from .delta import tile
+
+# registers of a thread: twelve warps on a multiprocessor, whose loads hide each other's latency
+REGISTERS = 168
+
+
+def step(arch, K, V, dtype, state_v_first):
+    """The step kernels: dict(BK, BV, num_warps, num_stages, maxnreg).
+
+    More than 256 channels (decay families) are split over programs.
+    """
+    return _state_tile(arch, K, V, dtype, state_v_first) | {"maxnreg": REGISTERS}
+
+
+def _state_tile(arch, K, V, dtype, state_v_first):
+    return recurrent.fused_recurrent_fwd(arch, K if K <= 256 else 128, V, dtype, state_v_first)
+
+
+def commit(arch, K, V, dtype, state_v_first):
+    """decode_kernel_commit: dict(BK, BV, num_warps, num_stages). K is split, as it is not summed.
+    """
+    return _state_tile(arch, min(K, 128), V, dtype, state_v_first)
+
+
+def copies(arch, K, V, dtype):
+    """decode_kernel_gather and decode_kernel_scatter: dict(BD, num_warps, num_stages)."""
+    return {"BD": 1024, "num_warps": 4, "num_stages": 1}
+
+
+def checkpoint(arch, K, V, dtype):
+    """decode_kernel_checkpoint: dict(BK, BV, num_warps, num_stages)."""
+    return {"BK": tile(K, 64), "BV": tile(V, 64), "num_warps": 4, "num_stages": 1}
+
+
+def zero(arch, K, V, dtype):
+    """decode_kernel_zero: dict(BT, BD, num_warps, num_stages)."""
+    return {"BT": 16, "BD": 256, "num_warps": 4, "num_stages": 1}
