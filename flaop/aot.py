@@ -16,17 +16,18 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from flaop.launch import archive
-from flaop.validation import gated_delta_rule, kda
+from flaop.validation import gated_delta_rule, kda, steps
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-FAMILIES = ("kda", "gated_delta_rule")
+KINDS = ("kda", "gated_delta_rule", "step")
+STEP_FAMILIES = ("kda", "gated_delta_rule", "simple_gla", "gla")
 SIZES = (64, 128)  # K = V
 # what is shipped: (architecture, dtype)
 SHIPPED = ((80, "bf16"), (90, "bf16"), (90, "fp16"), (100, "bf16"))
@@ -35,7 +36,7 @@ SHIPPED = ((80, "bf16"), (90, "bf16"), (90, "fp16"), (100, "bf16"))
 class Group(NamedTuple):
     """Calls whose launches are recorded together."""
 
-    family: str
+    kind: str  # the chunk path of a family, or the step ops of all
     arch: int
     dtype: str
     size: int
@@ -43,27 +44,36 @@ class Group(NamedTuple):
 
 def groups(targets=SHIPPED, sizes=SIZES) -> list[Group]:
     """All of the families, for (architecture, dtype) pairs and head sizes."""
-    return [Group(f, *t, size) for f, t, size in itertools.product(FAMILIES, targets, sizes)]
+    every = itertools.product(KINDS, targets, sizes)
+    return [
+        Group(kind, *target, size)
+        for kind, target, size in every
+        # few train or decode in fp16
+        if target[1] == "bf16" or kind == "kda"
+    ]
 
 
-def _calls(group: Group) -> Iterator:
-    """Checked calls on meta tensors: training batches without a state and packed sequences with
-    one, by the gates that the layers of the field use."""
-    B, T, H, N, size = 2, 130, 2, 2, group.size
+def _makers(group: Group) -> tuple[Callable, Callable]:
+    """Functions that make meta tensors of the group's dtype, or another, and in fp32."""
 
     def meta(*shape, dtype=DTYPES[group.dtype]):
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    def wide(*shape):
-        return meta(*shape, dtype=torch.float32)
+    return meta, functools.partial(meta, dtype=torch.float32)
 
+
+def _chunk_calls(group: Group) -> Iterator:
+    """Checked calls on meta tensors: training batches without a state and packed sequences with
+    one, by the gates that the layers of the field use."""
+    B, T, H, N, size = 2, 130, 2, 2, group.size
+    meta, wide = _makers(group)
     for packed in (False, True):
         batch = 1 if packed else B
         q, k, v, beta = *(meta(batch, T, H, size) for _ in range(3)), meta(batch, T, H)
         state = wide(N, H, size, size) if packed else None
         cu_seqlens = meta(N + 1, dtype=torch.int64) if packed else None
         shared = (None, state, True, cu_seqlens)
-        if group.family == "kda":
+        if group.kind == "kda":
             g = meta(batch, T, H, size)
             for bound in (None, -5.0):
                 yield kda.check(
@@ -77,24 +87,57 @@ def _calls(group: Group) -> Iterator:
             )
 
 
+def _launch_chunks(group: Group) -> None:
+    """Forward without a gradient, forward and backward."""
+    from flaop.launch.delta import chunk, gdn
+
+    launcher = chunk if group.kind == "kda" else gdn
+    residuals = 6 if group.kind == "kda" else 2
+    for call in _chunk_calls(group):
+        d_state = None
+        if call.initial_state is not None:
+            d_state = torch.empty(call.state_shape, dtype=torch.float32, device="meta")
+        launcher.forward(call)
+        A, A_qk = launcher.forward_residuals(call)[2:4]
+        empty = [torch.empty(0, device="meta")] * residuals
+        launcher.backward(call, call.v, d_state, (A, A_qk, *empty), (True,) * 8)
+
+
+def _launch_steps(group: Group) -> None:
+    """One token for each row of a pool in fp32 or bf16, both layouts."""
+    from flaop.launch import decode
+
+    N, H, size = 2, 2, group.size
+    meta, wide = _makers(group)
+    x, head = meta(N, 1, H, size), meta(N, 1, H)
+    slots = meta(N, dtype=torch.int32)
+    fused = {
+        "use_qk_l2norm_in_kernel": True,
+        "use_gate_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True,
+    }
+    inputs = {
+        "kda": {"g": x, "beta": head, "A_log": wide(H), "dt_bias": wide(H, size), **fused},
+        "gated_delta_rule": {"g": head, "beta": head, "A_log": wide(H), "dt_bias": wide(H)} | fused,
+        "simple_gla": {"g": head},
+        "gla": {"g": x},
+    }
+    options = itertools.product(STEP_FAMILIES, (torch.float32, torch.bfloat16), (False, True))
+    for family, dtype, v_first in options:
+        shared = {"q": x, "k": x, "v": x, "state_indices": slots, "state_v_first": v_first}
+        state = meta(N, H, size, size, dtype=dtype)
+        for bound in ({}, {"lower_bound": -5.0}) if family == "kda" else ({},):
+            call = steps.check_step(family, **shared, state=state, **inputs[family], **bound)
+            decode.step(call, remember=False)
+
+
 @functools.cache
 def records(group: Group) -> dict[archive.Variant, tuple]:
-    """The launches of a group's calls: forward without a gradient, forward and backward."""
-    from flaop.launch.delta import chunk, gdn
+    """The launches of a group's calls."""
     from flaop.launch.kernel import recording
 
-    launcher = chunk if group.family == "kda" else gdn
-    residuals = 6 if group.family == "kda" else 2
     with recording(group.arch) as launches:
-        for call in _calls(group):
-            d_state = None
-            if call.initial_state is not None:
-                d_state = torch.empty(call.state_shape, dtype=torch.float32, device="meta")
-            launcher.forward(call)
-            kept = launcher.forward_residuals(call)
-            A, A_qk = kept[2:4]
-            empty = [torch.empty(0, device="meta")] * residuals
-            launcher.backward(call, call.v, d_state, (A, A_qk, *empty), (True,) * 8)
+        (_launch_steps if group.kind == "step" else _launch_chunks)(group)
     found = {}
     for function, args, constants, options in launches:
         module = function.fn.__module__.removeprefix("flaop.triton_kernels.")

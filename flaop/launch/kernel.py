@@ -156,10 +156,8 @@ class Kernel:
         so that a size compiles nothing.
         """
         if _recorder is not None:
-            from .compile import with_types
-
             for others, more in ((constants, options), *siblings):
-                _recorder.append((self.function, args, with_types(others), more))
+                _recorder.append((self.function, args, others, more))
             return None
         if 0 in grid:
             return None

@@ -235,7 +235,10 @@ def test_N15_the_pool_alone_decides_its_precision(device, dtype):
 
 
 def test_S07_any_alignment(family, device):
-    """The same shapes, first aligned, then one and four elements further."""
+    """The same shapes, first aligned, then one and four elements further.
+
+    Rows that are read in other pieces are summed in another order.
+    """
     inputs = step_tokens(family, B=2, T=2, **SIZES, dtype=BF16, device=device)
     indices = slot_indices([2, 0], device)
     results = []
@@ -249,8 +252,9 @@ def test_S07_any_alignment(family, device):
         pool = moved(step_pool(3, **STATE, dtype=BF16, device=device)[0])
         o = fn(family)(**given, state=pool, state_indices=indices)
         results.append((o, pool))
-    for o, pool in results[1:]:
-        assert torch.equal(o, results[0][0]) and torch.equal(pool, results[0][1])
+    for result in results[1:]:
+        for x, y in zip(result, results[0], strict=True):
+            assert relative_error(x, y) < 2e-3
 
 
 @pytest.mark.parametrize("per_token", [False, True])

@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 
+from flaop._extension import bindings
 from flaop.launch import archive
 from flaop.launch.archive import Code, Variant
 
@@ -110,6 +111,45 @@ def test_launchers_need_no_triton():
         "assert not [name for name in sys.modules if name.split('.')[0] == 'triton']\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_labels_of_the_builder_are_those_of_a_launch(monkeypatch):
+    """What `records` asks for is what a call looks up: the launchers' own constants."""
+    from flaop import aot
+    from flaop.launch import kernel
+
+    group = aot.Group("kda", 90, "bf16", 128)
+    asked = set()
+
+    def find(module, name, arch, args, constants, options):
+        asked.add(Variant(module, name, arch, archive.label(args, constants, options)))
+        return CODE
+
+    wanted = set(aot.records(group))
+    monkeypatch.setattr(archive, "find", find)
+    monkeypatch.setattr(kernel, "_device_index", lambda args: 0)
+    monkeypatch.setattr(kernel, "arch", lambda device: 90)
+    monkeypatch.setattr(kernel, "bindings", _NoDriver)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    (call, *_) = aot._chunk_calls(group)
+    from flaop.launch.delta import chunk
+
+    chunk.forward(call)
+    assert asked and asked <= wanted
+
+
+class _NoDriver:
+    """Loads and launches nothing."""
+
+    argument_types = staticmethod(bindings.argument_types)
+
+    def load(*code):
+        return 1
+
+    def launch(*call):
+        return True
 
 
 def test_the_builder_keeps_what_is_there(tmp_path, monkeypatch):

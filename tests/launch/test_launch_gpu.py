@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flaop
-from flaop.testing import kda_inputs
+from flaop.testing import kda_inputs, relative_error
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("compiles: not in the interpreter's process", allow_module_level=True)
@@ -99,24 +99,34 @@ OPTIONS = {
 }
 
 
+def gate_parameters():
+    return {
+        "A_log": torch.zeros(2, device="cuda"),
+        "dt_bias": torch.zeros(2, 128, device="cuda"),
+    }
+
+
 def step(arguments):
     """Output and pool of a step, whose pool is a copy."""
     *inputs, state, slots = arguments
-    A_log = torch.zeros(2, device="cuda")
     state = state.clone()
-    o = flaop.kda_step_(*inputs, state, slots, A_log=A_log, **OPTIONS)
+    o = flaop.kda_step_(*inputs, state, slots, **gate_parameters(), **OPTIONS)
     return o, state
 
 
 def test_pointers_of_any_alignment():
-    """Code for aligned pointers is not used for others, also where it was loaded first."""
+    """Code for aligned pointers is not used for others, also where it was loaded first.
+
+    Rows that are read in other pieces are summed in another order.
+    """
     expected = step(step_arguments())
     for offset in (1, 4, 8):
         arguments = step_arguments()
         q = step_arguments(offset)[0]
         q.copy_(arguments[0])
         got = step((q, *arguments[1:]))
-        assert all(map(torch.equal, got, expected)), offset
+        for x, y in zip(got, expected, strict=True):
+            assert relative_error(x, y) < 1e-3, offset
 
 
 def test_a_step_goes_without_python_from_the_second_call_on(monkeypatch):
@@ -165,9 +175,10 @@ def test_shipped_code_runs_without_triton(tmp_path):
 
     arch = 10 * torch.cuda.get_device_capability()[0]
     path = tmp_path / "_archive.bin"
-    aot.make(path, [aot.Group("kda", arch, "bf16", 128)], os.cpu_count())
+    groups = [aot.Group(kind, arch, "bf16", 128) for kind in ("kda", "step")]
+    aot.make(path, groups, os.cpu_count())
     *rest, state, slots = step_arguments()
-    options = {**OPTIONS, "A_log": torch.zeros(2, device="cuda")}
+    options = OPTIONS | gate_parameters()
     chunk = {k: x.detach() if isinstance(x, torch.Tensor) else x for k, x in inputs().items()}
     given = {
         "chunk": chunk,

@@ -19,7 +19,7 @@ def fn(family, form="{}_step_"):
 
 
 def arguments(family, T=1, seed=0, **shape):
-    shape = shape or {"B": B, "T": T}
+    shape = shape if "lengths" in shape else {"B": B, "T": T} | shape
     return step_tokens(family, **shape, **SIZES, dtype=torch.bfloat16, device="cuda", seed=seed)
 
 

@@ -45,7 +45,9 @@ class Requests:
         self.rng = random.Random(family)
         self.rows = 3
         self.options = {"dtype": dtype, "device": device, "state_v_first": v_first}
-        self.plain, _ = step_pool(self.rows, **STATE, **self.options)
+        # as unaligned as the other pool: states that are read in other pieces are summed in another
+        # order
+        self.plain, _ = step_pool(self.rows, **STATE, **self.options, padding=5)
         self.fresh = [True] * self.rows
         self.seed = 0
 

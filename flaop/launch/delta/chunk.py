@@ -22,9 +22,14 @@ from .stages import (
 WORKSPACE = 320 << 20  # bytes of per-chunk operands that one pass over the sequences may take
 
 
-def _workspace(p, rows):
+def _workspace(p, rows, apart=False):
+    """apart: tensors of their own, as an op may return them; else in one allocation."""
     HV, K = p.call.HV, p.call.K
-    w, qg, kg = (p.q.new_empty(rows, HV, CHUNK, K) for _ in range(3))
+    shape = (rows, HV, CHUNK, K)
+    if apart:
+        w, qg, kg = (p.q.new_empty(shape) for _ in range(3))
+    else:
+        w, qg, kg = p.q.new_empty(3, *shape).unbind(0)
     return Workspace(w, qg, kg, p.q.new_empty(rows, HV, K, dtype=torch.float32))
 
 
@@ -101,7 +106,7 @@ def forward_residuals(call):
     if keep:
         v_new = _outputs(p)
         h = new_states(p)
-    work = _workspace(p, segments[0][1])
+    work = _workspace(p, segments[0][1], apart=keep)
     if keep:
         for x in (*work, h):
             zero_unused(x, p.table)
