@@ -23,7 +23,7 @@ def _state_tile(arch, K, V, dtype, state_v_first):
 
 
 def commit(arch, K, V, dtype, state_v_first):
-    """decode_kernel_commit: dict(BK, BV, num_warps, num_stages). K is split, as it is not summed."""
+    """decode_kernel_commit: dict(BK, BV, num_warps, num_stages). K is split, not summed over."""
     return _state_tile(arch, min(K, 128), V, dtype, state_v_first)
 
 
