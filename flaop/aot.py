@@ -163,7 +163,8 @@ def build(group: Group, item: archive.Variant) -> archive.Code:
     function, args, constants, options = records(group)[item]
     made = code(function, args, constants, options, item.arch)
     instructions, _ = disassemble(made.image)
-    if unwritten_uniform_reads(instructions):
+    # the mark of the fault is one of Hopper's code
+    if item.arch == 90 and unwritten_uniform_reads(instructions):
         raise RuntimeError(f"{item.name} for sm_{item.arch} reads a register that nothing wrote")
     return made
 

@@ -71,7 +71,9 @@ def _carries(p, count):
     """Room for `count` sets of the states that a boundary between segments cuts."""
     call = p.call
     cut = call.B if p.table is None else 1
-    shape = (max(count, 1), cut, call.HV, call.K, call.V)
+    size = cut * call.HV * call.K * call.V
+    # each starts at a multiple of 16 bytes
+    shape = (max(count, 1), -(-size // 4) * 4)
     return p.v.new_empty(shape, dtype=torch.float32).unbind(0)
 
 
@@ -129,12 +131,6 @@ def forward_residuals(call, visit=None):
 
 def _checkpoints(p, segments, work):
     """The states at the boundaries between segments, by a pass that keeps nothing else."""
-    if len(segments) > 1 and p.table is None and not p.channel:
-        # all sequences are cut after the same chunks: one launch writes the rows of one tensor
-        first, *rest = _carries(p, len(segments))
-        every = segments[0][1] // p.call.B
-        states(p, first, every=every)(first, first, 0, p.rows)
-        return rest
     carries = _carries(p, len(segments) - 1)
     run = states(p, None, work)
     for i, (row0, row1) in enumerate(segments[:-1]):

@@ -73,9 +73,9 @@ def _tile_grid(call, tiles):
     return (-(-call.K // tiles["BK"]) * -(-call.V // tiles["BV"]) * call.N * call.HV,)
 
 
-def states(p, h, decayed=None, ht=None, every=0):
+def states(p, h, decayed=None, ht=None):
     """A function of (carry_in, carry_out, row0, row1): states that enter the chunks of these rows,
-    into h unless that is None; of batched calls those of every so many chunks alone, if given.
+    into h unless that is None.
 
     carry_in, carry_out: states [B, HV, K, V] (packed: [1, ...]) of the sequences that row0 and row1
     cut. Grid: tile of the state, head, sequence.
@@ -87,11 +87,11 @@ def states(p, h, decayed=None, ht=None, every=0):
     launch = _states.bound(
         (
             k, p.v, *gates, None, None, decay, h, p.h0, ht, None, None,
-            p.bounds, p.offsets, None, call.T, call.B, call.H, call.HV, 0, 0, max(every, 1),
+            p.bounds, p.offsets, None, call.T, call.B, call.H, call.HV, 0, 0, 1,
         ),
         tiles | flags | {
             "USE_GK": False, "USE_GV": False, "CUMULATIVE": False,
-            "STORE_H": h is not None, "SPLIT": every > 0, "STORE_FINAL": ht is not None,
+            "STORE_H": h is not None, "SPLIT": False, "STORE_FINAL": ht is not None,
             "HAS_H0": p.h0 is not None, "V_FIRST": call.state_v_first, "H_V_FIRST": False,
             "IS_VARLEN": p.table is not None, "PRECISION": p.precision,
         },

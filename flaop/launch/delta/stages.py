@@ -238,8 +238,8 @@ def _run_intra_backward(p, A, v_new, h, do, dv_new, dh, complete):
     _values_backward(
         (p.rows * call.HV,),
         (
-            p.v, p.beta, A, v_new, do, dv_new, dv_new, grads.dv, dA_qk, dL, dbeta_parts[slabs],
-            p.bounds, p.table_rows, call.scale, call.T, call.B, call.HV,
+            p.v, p.beta, A, v_new, do, dv_new, dv_new, grads.dv, dA_qk, dL, dbeta_parts,
+            p.bounds, p.table_rows, call.scale, call.T, call.B, call.HV, slabs,
         ),
         {name: values_tiles[name] for name in ("V", "BT", "BV")} | {
             name: flags[name]
