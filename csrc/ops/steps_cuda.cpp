@@ -37,7 +37,7 @@ struct Remembered {
   std::vector<int64_t> output;  // its sizes
 };
 constexpr int kOutput = -1, kConstant = -2;
-// Shapes are few where batch sizes are. A program with more starts afresh.
+// Shapes are few where batch sizes are. Kinds beyond that go through Python each time.
 constexpr size_t kMost = 4096;
 
 class Memory {

@@ -33,9 +33,6 @@ _CHUNK_PATHS = {
 }
 # strides that keep a row 16-byte aligned, in elements of 16 bits
 _ALIGNED = 8
-# products and sums are not fused: what a token computes is then the same, bit for bit, in every
-# variant of a kernel
-_EXACT = {"enable_fp_fusion": False}
 
 
 def _config(function, call, *flags):
@@ -127,7 +124,7 @@ def _launch_delta(call, o, kept):
         *_strides(q, k, v, g, call.beta),
     )  # fmt: skip
     grid = -(-call.V // tile["BV"]) * call.HV * call.N
-    _step_delta((grid,), args, constants, **options, **_EXACT)
+    _step_delta((grid,), args, constants, **options)
     return o
 
 
@@ -151,7 +148,7 @@ def _launch_decay(call, o, kept):
         call.scale, call.T, call.N, call.B * call.T, call.H, call.HV, *slots.numbers,
         *_strides(q, k, v, g),
     )  # fmt: skip
-    _step_decay((tiles_k * tiles_v * call.HV * call.N,), args, constants, **options, **_EXACT)
+    _step_decay((tiles_k * tiles_v * call.HV * call.N,), args, constants, **options)
     if tiles_k > 1:
         o = parts.sum(0).to(o.dtype)
     return o
@@ -209,7 +206,7 @@ def commit(call):
         call.T, call.H, call.HV, call.state.shape[0], call.state.stride(0), indices.stride(0),
     )  # fmt: skip
     tiles = -(-call.K // tile["BK"]) * -(-call.V // tile["BV"])
-    _commit((tiles * call.HV * call.N,), args, constants, **options, **_EXACT)
+    _commit((tiles * call.HV * call.N,), args, constants, **options)
 
 
 def chunk_pool(call):

@@ -1,6 +1,7 @@
 """Tiles of the kernels on a pool of states: pure functions of what a variant is compiled for.
 
-`dtype` is the pool's. A thread holds at most 64 values of the fp32 state (configs/recurrent.py).
+`dtype` is the pool's. A thread holds at most 64 values of the fp32 state (configs/recurrent.py), 128
+where they come in rows of 16 bits.
 """
 
 from . import recurrent
@@ -11,11 +12,16 @@ REGISTERS = 168
 
 
 def step(arch, K, V, dtype, state_v_first):
-    """The step kernels: dict(BK, BV, num_warps, num_stages, maxnreg).
+    """The step kernels: dict(BK, BV, num_warps, num_stages), with maxnreg where it helps.
 
     More than 256 channels (decay families) are split over programs.
     """
-    return _state_tile(arch, K, V, dtype, state_v_first) | {"maxnreg": REGISTERS}
+    config = _state_tile(arch, K, V, dtype, state_v_first)
+    # rows of 64 channels spill on sm_100
+    if state_v_first and dtype != "fp32" and config["BK"] >= 128 and config["BV"] < V:
+        # half as many programs, each of which waits for twice the bytes at once
+        return config | {"BV": 2 * config["BV"]}
+    return config | {"maxnreg": REGISTERS}
 
 
 def _state_tile(arch, K, V, dtype, state_v_first):
