@@ -1,7 +1,7 @@
 """Tiles of the kernels on a pool of states: pure functions of what a variant is compiled for.
 
-`dtype` is the pool's. A thread holds at most 64 values of the fp32 state (configs/recurrent.py), 128
-where they come in rows of 16 bits.
+`dtype` is the pool's. A thread holds at most 64 values of the fp32 state (configs/recurrent.py), or
+128 where they come in rows of 16 bits.
 """
 
 from . import recurrent
