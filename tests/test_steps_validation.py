@@ -21,6 +21,11 @@ def empty(*shape, dtype=torch.float32):
     return torch.empty(shape, dtype=dtype)
 
 
+def named(x):
+    """Of a test: the arguments that a dict changes, the words of a message; never a tensor."""
+    return x.__name__ if isinstance(x, type) else ", ".join(x) if isinstance(x, dict | list) else x
+
+
 def ints(*shape, dtype=torch.int32):
     return torch.zeros(shape, dtype=dtype)
 
@@ -337,7 +342,7 @@ def test_checkpoints_of_all_tokens():
             ["k may have at most 8 tokens", "T = 9"],
         ),
     ],
-    ids=str,
+    ids=named,
 )
 def test_bad_arguments_of_commit(changes, kind, words):
     inputs = {
@@ -392,7 +397,7 @@ def test_gates_of_the_families():
         (FORMS[0], {"lengths": [9, 0, 1]}, ["cu_seqlens", "at most 8 tokens", "9"]),
         (FORMS[2], {"lengths": [9, 0, 1]}, ["cu_seqlens", "at most 8 tokens", "9"]),
     ],
-    ids=str,
+    ids=named,
 )
 def test_values_under_debug(monkeypatch, form, changes, words):
     for family in STEP_FAMILIES:
