@@ -1,5 +1,6 @@
 """Builds the C++ libraries with CMake and ninja; everything else stands in pyproject.toml."""
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -55,6 +56,9 @@ class CMakeBuild(build_ext):
         # The optional library of an earlier build would outlive the option that made it.
         (target / "_kernels.so").unlink(missing_ok=True)
         run(cmake, "--install", build)
+        # A wheel carries machine code; beside the sources it is made on demand.
+        if target != ROOT / "flaop":
+            ship_kernels(target)
 
     def get_outputs(self):
         names = ("_C.so", "_build.json", "_bindings" + sysconfig.get_config_var("EXT_SUFFIX"))
@@ -66,6 +70,21 @@ def tool(name: str) -> str:
     if path is None:
         raise SystemExit(f"flaop needs {name} to build: pip install {name}")
     return path
+
+
+def ship_kernels(package: Path):
+    """Compiles the kernel archive into a built package; without triton or ptxas there is none."""
+    if os.environ.get("FLAOP_AOT", "1") == "0":
+        return
+    if importlib.util.find_spec("triton") is None:
+        print("no kernel archive: triton is not installed")
+        return
+    made = ROOT / "build" / "_archive.bin"
+    command = [sys.executable, "-m", "flaop.aot", "--output", str(made)]
+    if subprocess.run(command, cwd=package.parent).returncode == 0:
+        shutil.copy(made, package / made.name)
+    else:
+        print("no kernel archive: kernels will be compiled at first use")
 
 
 def run(*command):

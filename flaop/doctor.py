@@ -103,6 +103,41 @@ def bundled_ptxas(version: Callable) -> tuple[str, tuple | None]:
     return path, version(path)
 
 
+def kernels() -> Iterator[str]:
+    """Which kernels were shipped as machine code, and which would be compiled at first use."""
+    import torch
+
+    from flaop._extension import bindings
+    from flaop.launch import archive
+
+    if os.environ.get("FLAOP_AOT", "1") == "0":
+        yield "archive: not used, FLAOP_AOT=0; every kernel is compiled at first use"
+        return
+    if not archive.PATH.is_file():
+        yield "archive: none, every kernel is compiled at first use; python -m flaop.aot makes one"
+        return
+    try:
+        index, _ = archive.read_index(archive.PATH)
+    except (OSError, ValueError, KeyError) as error:
+        raise Broken(f"the archive {archive.PATH.name} {error}") from None
+    shipped = {}
+    for place, kernel in index["kernels"].items():
+        for text in kernel["codes"]:
+            arch = int(text.split(" ", 1)[0])
+            shipped.setdefault(arch, {}).setdefault(place.split(" ")[1], []).append(text)
+    size = archive.PATH.stat().st_size / 2**20
+    yield f"archive: {size:.1f} MiB, made with {index['made_with']}"
+    for arch, names in sorted(shipped.items()):
+        yield f"sm_{arch}: {sum(map(len, names.values()))} variants of {len(names)} kernels"
+    if torch.cuda.is_available():
+        arch = bindings.compute_capability(torch.cuda.current_device())
+        for name, codes in sorted(shipped.get(arch, {}).items()):
+            yield f"  {name}: {len(codes)}"
+        if arch not in shipped:
+            yield f"  none for this GPU (sm_{arch}): its kernels are compiled at first use"
+    yield "every other kernel, dtype, head size and set of options is compiled at first use"
+
+
 def has_fake(name: str) -> bool:
     from torch._library import simple_registry
 
@@ -230,6 +265,7 @@ SECTIONS = {
     "devices": devices,
     "built": built,
     "toolchain": toolchain,
+    "kernels": kernels,
     "ops": ops,
     "paths": paths,
     "self-test": self_test,

@@ -1,44 +1,23 @@
 #include "device.h"
 
-#include <dlfcn.h>
-
 #include <array>
 #include <atomic>
+
+#include "../launch/driver.h"
 
 namespace flaop::dispatch {
 namespace {
 
 // From cuda.h, whose values are stable.
-constexpr int kSuccess = 0;
 constexpr int kCapabilityMajor = 75;
 constexpr int kCapabilityMinor = 76;
 
-struct Driver {
-  int (*init)(unsigned) = nullptr;
-  int (*device_get)(int*, int) = nullptr;
-  int (*get_attribute)(int*, int, int) = nullptr;
-
-  Driver() {
-    void* library = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
-    if (library == nullptr) return;
-    init = reinterpret_cast<decltype(init)>(dlsym(library, "cuInit"));
-    device_get = reinterpret_cast<decltype(device_get)>(dlsym(library, "cuDeviceGet"));
-    get_attribute =
-        reinterpret_cast<decltype(get_attribute)>(dlsym(library, "cuDeviceGetAttribute"));
-    // cuInit creates no context.
-    if (device_get == nullptr || get_attribute == nullptr || init == nullptr ||
-        init(0) != kSuccess) {
-      device_get = nullptr;
-    }
-  }
-};
-
 int query(int device) {
-  static const Driver driver;
+  const launch::Driver* driver = launch::driver();
   int handle = 0, major = 0, minor = 0;
-  if (driver.device_get == nullptr || driver.device_get(&handle, device) != kSuccess ||
-      driver.get_attribute(&major, kCapabilityMajor, handle) != kSuccess ||
-      driver.get_attribute(&minor, kCapabilityMinor, handle) != kSuccess) {
+  if (driver == nullptr || driver->device_get(&handle, device) != launch::kSuccess ||
+      driver->device_get_attribute(&major, kCapabilityMajor, handle) != launch::kSuccess ||
+      driver->device_get_attribute(&minor, kCapabilityMinor, handle) != launch::kSuccess) {
     return 0;
   }
   return 10 * major + minor;

@@ -36,11 +36,16 @@ inline void call_below_autograd(const c10::OperatorHandle& op, Stack* stack) {
   op.callBoxed(*stack);
 }
 
+inline void check_no_gradient(const c10::OperatorHandle& op, const Stack& stack,
+                              const char* advice) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!needs_grad(stack, first_argument(op, stack)),
+                              op.operator_name().name, " is not differentiable: ", advice);
+}
+
 // The Autograd kernel of an op without a gradient. Without it a CPU kernel made of ATen calls would
 // be differentiable by accident.
 inline void refuse_gradient(const c10::OperatorHandle& op, Stack* stack, const char* advice) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!needs_grad(*stack, first_argument(op, *stack)),
-                              op.operator_name().name, " is not differentiable: ", advice);
+  check_no_gradient(op, *stack, advice);
   call_below_autograd(op, stack);
 }
 

@@ -8,11 +8,14 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from flaop.bench.families import ATTENTION, family, family_name
+from flaop.bench.families import ATTENTION, POOL_OPS, family, family_name
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 GATES = ("fast", "slow", "mixed")
 MODES = ("fwd", "fwdbwd", "step")
+# Of the pool that a step op works on, and the distance of the slots of neighbouring rows.
+SLOTS = 1024
+SLOT_STEP = 389
 
 PRESETS = {
     "h96": "B1T8192H96K128V128",
@@ -110,6 +113,8 @@ class Case:
     seed: int = 0
     state_v_first: bool = False
     split_size: int = 0
+    # Dtype of the pool of a step op.
+    pool: str | None = None
 
     def __post_init__(self):
         serves_step = not self.op.startswith("chunk_") and self.op != ATTENTION
@@ -117,6 +122,11 @@ class Case:
             raise ValueError(f"mode step measures one decode token: {self.op} does not serve it")
         if self.mode == "step" and set(self.shape.lengths or (self.shape.T,)) != {1}:
             raise ValueError(f"mode step measures one token: the shape {self.shape} needs T1")
+        if (self.op in POOL_OPS) != (self.pool is not None):
+            raise ValueError(f"a pool goes with the ops {', '.join(POOL_OPS)}, this is {self.op}")
+        if self.op in POOL_OPS and (self.mode != "step" or self.shape.N > SLOTS):
+            limit = f"in mode step for up to {SLOTS} sequences"
+            raise ValueError(f"{self.op} is measured {limit}: got {self.mode}, {self.shape}")
         kinds = family(self.op).gate_kinds
         if self.gate_kind not in kinds:
             lack = f"has no {self.gate_kind} gate in its kernel"
@@ -138,7 +148,7 @@ class Case:
     @property
     def options(self) -> dict:
         """How ``flaop.testing`` is asked for the inputs; recorded in the JSON too."""
-        state = self.mode == "step"
+        state = self.mode == "step" and self.pool is None
         return {
             "gates": self.gates,
             "initial_state": state,
@@ -152,6 +162,8 @@ class Case:
 def build_inputs(case: Case) -> dict:
     """Keyword arguments of the op for this case: one set of values for all contenders and modes."""
     mode = "step" if case.mode == "step" else "fwd"
+    if case.pool is not None:
+        return _with_pool(case, _values(case))
     inputs = _values(replace(case, op=family_name(case.op), mode=mode, split_size=0))
     if case.op == ATTENTION:
         inputs = {name: inputs[name] for name in ("q", "k", "v")}
@@ -174,6 +186,31 @@ def _values(case: Case) -> dict:
         s.B, s.T, s.H, s.HV, s.K, s.V,
         dtype=DTYPES[case.dtype], device=case.device, lengths=lengths, **case.options,
     )  # fmt: skip
+
+
+def _with_pool(case: Case, inputs: dict) -> dict:
+    """The arguments of a step op: slots far apart in a pool of SLOTS random states."""
+    s = case.shape
+    last = (s.V, s.K) if case.state_v_first else (s.K, s.V)
+    generator = torch.Generator(case.device).manual_seed(case.seed)
+    pool = torch.empty(SLOTS, s.HV, *last, dtype=DTYPES[case.pool], device=case.device)
+    pool.normal_(generator=generator)
+    rows = torch.arange(s.N, dtype=torch.int32, device=case.device)
+    others = ("initial_state", "output_final_state", "safe_gate")
+    inputs = {name: value for name, value in inputs.items() if name not in others}
+    if case.op == "simple_gla_step_":
+        inputs["g_gamma"] = None
+    return {**inputs, "state": pool, "state_indices": rows * SLOT_STEP % SLOTS}
+
+
+def another_set(inputs: dict, index: int) -> dict:
+    """The same values at new addresses, the index-th time; of a pool other slots."""
+    if "state" not in inputs:
+        return clone_inputs(inputs)
+    slots = inputs["state_indices"]
+    moved = (slots + index * slots.numel() * SLOT_STEP) % SLOTS
+    rest = {name: value for name, value in inputs.items() if name != "state"}
+    return {**clone_inputs(rest), "state": inputs["state"], "state_indices": moved}
 
 
 def tensors(inputs: dict) -> dict[str, torch.Tensor]:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from flaop.bench import decay_suite, delta_suite, plot, report, suites
+from flaop.bench import decay_suite, decode_suite, delta_suite, plot, report, suites
 from flaop.bench.case import DTYPES, GATES, MODES, PRESETS, Case, parse_shape
 from flaop.bench.contenders import PEERS
-from flaop.bench.families import ATTENTION, GATE_KINDS, OPS, family
+from flaop.bench.families import ATTENTION, GATE_KINDS, OPS, POOL_OPS, family
 from flaop.bench.runner import Settings, run_case
 from flaop.bench.suites import Entry
 
@@ -22,6 +22,7 @@ JUDGED = {
     "foundation": (suites.foundation, suites.judge),
     "decay": (decay_suite.decay, decay_suite.judge_decay),
     "delta": (delta_suite.delta, delta_suite.judge_delta),
+    "decode": (decode_suite.decode, decode_suite.judge_decode),
 }
 SUITES = (*JUDGED, "crossover")
 
@@ -58,6 +59,13 @@ def parser() -> argparse.ArgumentParser:
         default=[0],
         metavar="TOKENS",
         help="of the chunk ops of the decay families; 0: none",
+    )
+    p.add_argument(
+        "--pool",
+        nargs="+",
+        choices=tuple(DTYPES),
+        default=["fp32"],
+        help="dtypes of the pool of the step ops",
     )
     p.add_argument("--dtype", choices=tuple(DTYPES), help="default: bf16 on a GPU, fp32 on a CPU")
     p.add_argument("--device", help="default: cuda if there is a GPU, else cpu")
@@ -130,11 +138,12 @@ def _products(args: argparse.Namespace, device: str, dtype: str):
             shape = parse_shape(text, lengths)
             for op in args.op or ["fused_recurrent_kda" if step else "chunk_kda"]:
                 gate = kind or family(op).gate_kinds[0]
-                case = Case(
-                    *(op, mode, shape, dtype, gates, gate, device, args.seed),
-                    *(args.state_v_first, split),
-                )
-                yield Entry(f"{op} {mode} {shape} {gates} {gate}", case)
+                for pool in args.pool if op in POOL_OPS else [None]:
+                    case = Case(
+                        *(op, mode, shape, dtype, gates, gate, device, args.seed),
+                        *(args.state_v_first, split, pool),
+                    )
+                    yield Entry(f"{op} {mode} {shape} {gates} {gate} {pool or ''}".strip(), case)
 
 
 def _lengths(text: str | None) -> tuple[int, ...] | None:

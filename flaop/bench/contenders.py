@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from flaop.bench.families import family_name, oracle
+from flaop.bench.families import POOL_OPS, family_name, oracle
 
 PEERS = ("fla", "flash_qla")
 # fla hands some shapes to other libraries unless told not to; the peer meant here is fla itself.
@@ -36,12 +36,15 @@ class Unavailable(Exception):
 def _flaop(op: str) -> Function:
     import flaop
 
-    return getattr(flaop, op)
+    function = getattr(flaop, op)
+    if op not in POOL_OPS:
+        return function
+    return lambda **inputs: (function(**inputs), None)
 
 
 def _fla(op: str) -> Function:
     os.environ.update(FLA_ENVIRONMENT)
-    if not op.startswith(("chunk_", "fused_recurrent_")):
+    if op in POOL_OPS or not op.startswith(("chunk_", "fused_recurrent_")):
         raise Unavailable(f"fla has no {op}")
     name = family_name(op)
     lacks = ("split_size", *FLA_LACKS.get(name, ()))

@@ -185,14 +185,17 @@ FAMILIES = {
     "gla": _decay(_gla_inputs, _gla_oracle),
     "retention": _decay(_retention_inputs, _retention_oracle),
 }
+# Steps of one token on a pool of states.
+POOL_OPS = tuple(f"{name}_step_" for name in ("kda", "gated_delta_rule", "simple_gla", "gla"))
 OPS = tuple(prefix + name for name in FAMILIES for prefix in ("chunk_", "fused_recurrent_", ""))
+OPS += POOL_OPS
 
 
 def family_name(op: str) -> str:
     """The family of an op; attention is measured on the inputs of KDA."""
     if op == ATTENTION:
         return "kda"
-    return op.removeprefix("chunk_").removeprefix("fused_recurrent_")
+    return op.removeprefix("chunk_").removeprefix("fused_recurrent_").removesuffix("_step_")
 
 
 def family(op: str) -> Family:

@@ -37,10 +37,23 @@ def backward_flops(case: Case) -> float:
 
 
 def output_bytes(case: Case, inputs: dict) -> int:
-    """Bytes of o and, where it is asked for, of the fp32 final state."""
+    """Bytes of o and, where it is asked for, of the fp32 final state; of a pool, of the slots."""
     s = case.shape
-    state = 4 * s.N * s.HV * s.K * s.V if inputs.get("output_final_state") else 0
+    state = 0
+    if case.pool is not None:
+        state = size([inputs["state"]]) // inputs["state"].shape[0] * s.N
+    elif inputs.get("output_final_state"):
+        state = 4 * s.N * s.HV * s.K * s.V
     return size([inputs["v"]]) + state
+
+
+def call_bytes(case: Case, inputs: dict) -> int:
+    """Bytes of the inputs that a call reads, and of its outputs."""
+    read = size(tensors(inputs).values())
+    if case.pool is not None:
+        state = size([inputs["state"]])
+        read += state // inputs["state"].shape[0] * case.shape.N - state
+    return read + output_bytes(case, inputs)
 
 
 def work(case: Case, inputs: dict) -> dict[str, float]:
@@ -48,7 +61,7 @@ def work(case: Case, inputs: dict) -> dict[str, float]:
 
     A backward reads the inputs again and the gradient of o, and writes a gradient per leaf.
     """
-    moved = size(tensors(inputs).values()) + output_bytes(case, inputs)
+    moved = call_bytes(case, inputs)
     phases = [(moved, forward_flops(case))]
     if case.mode == "fwdbwd":
         phases.append((moved + size(leaves(inputs).values()), backward_flops(case)))

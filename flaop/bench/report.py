@@ -24,7 +24,7 @@ COLUMNS = (
     ("op", 32),
     ("contender", 10),
     ("mode", 6),
-    ("shape", 24),
+    ("shape", 32),
     ("gate", 17),
     ("eager ms", 9),
     ("graph ms", 9),
@@ -117,13 +117,15 @@ def cells(record: dict) -> list[str]:
     quadratic = record["op"] == ATTENTION
     drawn = f"{record['gates']} {record['gate_kind']}"
     gate = "-" if quadratic else FIXED_GATES.get(family_name(record["op"]), drawn)
-    split = f" split {record['split_size']}" if record["split_size"] else ""
+    more = f" split {record['split_size']}" if record["split_size"] else ""
+    if record["pool"]:
+        more += f" pool {record['pool']} {'VK' if record['state_v_first'] else 'KV'}"
     figures = ("eager_ms", "graph_ms", "host_us", "peak_mib", "first_call_s", "rel_err", "floor_ms")
     return [
         "attention" if quadratic else record["op"],
         record["contender"],
         record["mode"],
-        f"{shape} {record['dtype']}{split}",
+        f"{shape} {record['dtype']}{more}",
         gate,
         *(_number(record[name]) for name in figures),
     ]
@@ -158,7 +160,8 @@ def best_ms(record: dict) -> float | None:
 def case_key(record: dict) -> tuple:
     """What must agree between two records for their ratio to mean anything."""
     shape = tuple(sorted(record["shape"].items()))
-    names = ("op", "mode", "dtype", "gates", "gate_kind", "split_size", "device")
+    names = ("op", "mode", "dtype", "gates", "gate_kind", "split_size", "pool", "state_v_first")
+    names += ("device",)
     return (*(record[name] for name in names), shape)
 
 

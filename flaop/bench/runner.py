@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from flaop.bench import accuracy, first_call, floors, timing
-from flaop.bench.case import Case, build_inputs, tensors
+from flaop.bench.case import Case, build_inputs
 from flaop.bench.contenders import Unavailable, first_line, load
 
 MEASURED = ("eager_ms", "graph_ms", "host_us", "peak_mib", "first_call_s", "rel_err")
@@ -37,6 +37,8 @@ def new_record(case: Case, contender: str) -> dict:
         "device": case.device,
         "gate_kind": case.gate_kind,
         "split_size": case.split_size,
+        "pool": case.pool,
+        "state_v_first": case.state_v_first,
         "inputs": {**case.options, "lengths": case.shape.lengths},
         "graph_warm_ms": None,
         "bytes": None,
@@ -110,8 +112,8 @@ def _check(record: dict, case: Case, function, inputs: dict) -> None:
 
 def _time_cuda(record, case, function, inputs, device, budget) -> None:
     l2 = timing.l2_bytes(device)
-    own = floors.size(tensors(inputs).values()) + floors.output_bytes(case, inputs)
-    sets = timing.number_of_sets(own, l2)
+    sets = timing.number_of_sets(floors.call_bytes(case, inputs), l2)
+    sets = min(sets, timing.most_sets(case))
     work = timing.Work(case, function, inputs, sets)
     repeats = record["repeats"]
     repeats["eager_ms"] = timing.eager(work, device, budget)

@@ -60,12 +60,16 @@ def entry(
     dtype: str = "bf16",
     gate_kind: str | None = None,
     split_size: int = 0,
+    pool: str | None = None,
+    state_v_first: bool = False,
     others: tuple[str, ...] = (),
     first_call: bool = False,
 ) -> Entry:
     """A case with mixed gates, by default of the first kind that the family takes."""
     kind = gate_kind or family(op).gate_kinds[0]
-    case = Case(op, mode, shape, dtype, "mixed", kind, device, seed, split_size=split_size)
+    case = Case(
+        *(op, mode, shape, dtype, "mixed", kind, device, seed, state_v_first, split_size, pool)
+    )
     return Entry(label, case, others, first_call)
 
 

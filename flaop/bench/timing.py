@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from flaop.bench.case import Case, clone_inputs, leaves
+from flaop.bench.case import SLOTS, Case, another_set, leaves
 
 MIB = 2**20
 DEFAULT_L2_BYTES = 60 * 10**6
@@ -51,12 +51,17 @@ def number_of_sets(bytes_per_call: int, l2: int) -> int:
     return min(MOST_SETS, math.ceil(ROTATE_OVER * l2 / max(bytes_per_call, 1)))
 
 
+def most_sets(case: Case) -> int:
+    """Sets of a step op have slots of their own in one pool."""
+    return MOST_SETS if case.pool is None else min(MOST_SETS, SLOTS // case.shape.N)
+
+
 class Work:
     """One contender on one case, ready to run on any of its input sets."""
 
     def __init__(self, case: Case, function: Callable, inputs: dict, sets: int):
         self.case, self.function = case, function
-        self.sets = [inputs] + [clone_inputs(inputs) for _ in range(sets - 1)]
+        self.sets = [inputs] + [another_set(inputs, index) for index in range(1, sets)]
         self.names = list(leaves(inputs))
         # o has the shape and dtype of v.
         self.d_o = torch.randn_like(inputs["v"].detach()) if self.names else None

@@ -25,6 +25,12 @@ class DemoError(Exception):
         self.code = code
 
 
+def op_name(node: torch.fx.Node) -> str:
+    """The operator that a node calls, as `flaop.chunk_kda`."""
+    wrapped = str(node.target).startswith("auto_functionalized")  # around an op that mutates
+    return str(node.args[0] if wrapped else node.target).removesuffix(".default")
+
+
 class GraphRecorder:
     """The Inductor backend of torch.compile, noting the flaop ops of every graph it compiles."""
 
@@ -40,8 +46,8 @@ class GraphRecorder:
             return compile_fx(graph_module, inputs, inner_compile=self._compile)
 
     def _compile(self, graph_module, inputs, **kwargs):
-        targets = (str(n.target) for n in graph_module.graph.nodes if n.op == "call_function")
-        self.ops.update(t.removesuffix(".default") for t in targets if t.startswith("flaop."))
+        names = (op_name(n) for n in graph_module.graph.nodes if n.op == "call_function")
+        self.ops.update(name for name in names if name.startswith("flaop."))
         return compile_fx_inner(graph_module, inputs, **kwargs)
 
     def report(self) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flaop.decode import Decoder
+from flaop.decode import CapturedDecoder, StatePool
 from flaop.demo import corpus
 from flaop.demo.runtime import (
     DemoError,
@@ -196,23 +196,20 @@ def _generate(model, prompt: Tensor, count: int, recorder, dtype) -> bool:
     """Decodes in every mode, prints speeds and text; whether decode and a full re-run agree."""
     device = prompt.device
     best = "captured" if device.type == "cuda" else "compiled"
-    speeds, decoder = {}, None
+    pool = StatePool(model, 1, max_length=prompt.shape[1] + count)
+    pool.allocate()
+    speeds = {}
     for mode in dict.fromkeys(("eager", "compiled", best)):
-        decoder = Decoder(
-            model,
-            max_length=prompt.shape[1] + count,
-            mode=mode,
-            temperature=_TEMPERATURE,
-            backend=recorder,
+        decoder = CapturedDecoder(
+            model, pool, (1,), mode=mode, temperature=_TEMPERATURE, backend=recorder
         )
-        speeds[mode], logits = _decode(decoder, prompt, count)
-    chosen = decoder.tokens()
+        speeds[mode], logits, chosen = _decode(decoder, prompt, count)
     print(
         f"decode, tokens/s: {', '.join(f'{m} {s:,.1f}' for m, s in speeds.items())}"
         + ("" if best == "captured" else " (CUDA graphs need a GPU)")
     )
     with torch.no_grad():
-        full, _ = model(torch.cat([prompt, chosen[:, :count]], dim=1))
+        full, _ = model(torch.cat([prompt, chosen[:, :-1]], dim=1))
     full = full[:, prompt.shape[1] :].float()
     difference = ((logits - full).norm() / full.norm()).item()
     tolerance = _TOLERANCE[dtype]
@@ -224,23 +221,22 @@ def _generate(model, prompt: Tensor, count: int, recorder, dtype) -> bool:
     return difference <= tolerance
 
 
-def _decode(decoder: Decoder, prompt: Tensor, count: int) -> tuple[float, Tensor]:
-    """Tokens per second over the second of two runs, and that run's logits [1, count, 256]."""
-    decoder.prefill(prompt)
-    decoder.step()
-    decoder.reset()
-    decoder.prefill(prompt)
-    decoder.generate(count)  # ends with a host read
-    decoder.reset()
-    decoder.prefill(prompt)
-    decoder.tokens()
-    start = time.perf_counter()
-    logits = []
-    for _ in range(count):
-        decoder.step()
-        logits.append(decoder.logits.clone())
-    decoder.tokens()
-    return count / (time.perf_counter() - start), torch.stack(logits, dim=1).float()
+def _decode(decoder: CapturedDecoder, prompt: Tensor, count: int) -> tuple[float, Tensor, Tensor]:
+    """Tokens per second after a warm-up, the logits [1, count, 256], the tokens [1, count + 1]."""
+    slots = decoder.pool.indices(0)
+    for steps in (2, count):
+        decoder.pool.reset(0)
+        tokens, logits = [decoder.choose(decoder.prefill(prompt, slots))], []
+        tokens[0].tolist()  # waits for the device
+        start = time.perf_counter()
+        for i in range(steps):
+            step_logits = decoder.step() if i else decoder.step(tokens[0], slots)
+            logits.append(step_logits.clone())
+            tokens.append(decoder.chosen.clone())
+        chosen = torch.stack(tokens, dim=1)
+        chosen.tolist()
+        seconds = time.perf_counter() - start
+    return count / seconds, torch.stack(logits, dim=1).float(), chosen
 
 
 def _show(tokens: Tensor) -> str:

@@ -1,17 +1,19 @@
 """The one launch path of Triton kernels.
 
-Interpreter, or compiled at first use and launched from a cache.
+Run by the interpreter, or launched by the driver: machine code that was shipped with the package,
+or that Triton compiles at first use. triton is imported only where it has to compile or interpret.
 """
 
 import contextlib
 import functools
+import os
 import threading
 
 import torch
-from triton import knobs
-from triton.runtime.interpreter import InterpretedFunction
 
-from . import ptxas
+from flaop._extension import bindings
+
+from . import archive
 
 _lock = threading.Lock()
 _recorder = None
@@ -90,97 +92,129 @@ def not_warmed(name):
 
 
 def _key(index, args, constants, options):
-    return (
-        index, *constants.values(), *options.items(),
-        *[a.dtype if isinstance(a, torch.Tensor) else a is None or type(a) for a in args],
-    )  # fmt: skip
+    return (index, bindings.argument_types(args), *constants.values(), *options.items())
 
 
 def _device_index(args):
     return next(a for a in args if isinstance(a, torch.Tensor)).device.index
 
 
-def _run(variant, index, grid, args):
-    run, function, metadata, tail = variant
+def _run(handle, index, grid, args):
+    """False if an argument is not aligned as the code takes for granted; nothing is launched then.
+    """
     x, y, z = (*grid, 1, 1)[:3]
-    run(
-        x, y, z, torch._C._cuda_getCurrentRawStream(index), function, metadata, None,
-        knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, *args, *tail,
-    )  # fmt: skip
+    return bindings.launch(handle, torch._C._cuda_getCurrentRawStream(index), x, y, z, args)
+
+
+def _unaligned(args):
+    """Places of tensors that do not lie at a multiple of 16 bytes."""
+    return tuple(
+        i for i, x in enumerate(args) if isinstance(x, torch.Tensor) and x.data_ptr() % 16
+    )
 
 
 class Kernel:
-    """A jit function and its compiled variants.
+    """A jit function of flaop.triton_kernels, by module and name, and its loaded variants.
 
     A variant is found by device, argument types, constants and options; never by a size, a stride
     or a value, so a call with other lengths compiles nothing.
     """
 
-    def __init__(self, function):
-        self.function = function
-        self.interpreted = isinstance(function, InterpretedFunction)
+    def __init__(self, module, name):
+        self.module, self.name = module, name
         self.variants = {}
-        self.places = {name: i for i, name in enumerate(function.arg_names)}
+
+    @functools.cached_property
+    def function(self):
+        """The jit function; imports triton."""
+        from .compile import jit_function
+
+        return jit_function(self.module, self.name)
+
+    @functools.cached_property
+    def interpreted(self):
+        # read when triton defines its functions, hence before one is imported
+        if os.environ.get("TRITON_INTERPRET", "0") not in ("1", "true", "on"):
+            return False
+        from triton.runtime.interpreter import InterpretedFunction
+
+        return isinstance(self.function, InterpretedFunction)
+
+    @functools.cached_property
+    def places(self):
+        """Position of each argument."""
+        names = archive.argument_names(self.module, self.name) or self.function.arg_names
+        return {name: i for i, name in enumerate(names)}
 
     def __call__(self, grid, args, constants, siblings=(), **options):
-        """Launches on the current stream of the first tensor's device; returns the variant, or None
-        where none was needed.
+        """Launches on the current stream of the first tensor's device; returns the handle of what
+        was launched, or None where nothing had to be.
 
         grid: 1 to 3 ints. args: the kernel's run-time arguments in order. constants: its
-        constexprs. options: num_warps, num_stages, maxnreg. siblings: (constants, options) that
-        calls of other sizes choose: compiled with this variant, so that a size compiles nothing.
+        constexprs; torch dtypes stand for Triton's. options: num_warps, num_stages, maxnreg.
+        siblings: (constants, options) that calls of other sizes choose: loaded with this variant,
+        so that a size compiles nothing.
         """
         if _recorder is not None:
-            for variant in ((constants, options), *siblings):
-                _recorder.append((self.function, args, *variant))
+            for others, more in ((constants, options), *siblings):
+                _recorder.append((self.function, args, others, more))
             return None
         if 0 in grid:
             return None
         if self.interpreted:
-            self.function[grid](*args, **constants)
+            from .compile import with_types
+
+            self.function[grid](*args, **with_types(constants))
             return None
         index = _device_index(args)
         if index != torch._C._cuda_getDevice():
             with torch.cuda.device(index):
                 return self(grid, args, constants, siblings, **options)
         key = _key(index, args, constants, options)
-        variant = self.variants.get(key)
-        if variant is None:
-            for others in siblings:
-                self._compile(_key(index, args, *others), args, *others)
-            variant = self._compile(key, args, constants, options)
-        _run(variant, index, grid, args)
-        return variant
+        handle = self.variants.get(key)
+        if handle is None:
+            for others, more in siblings:
+                self._load(_key(index, args, others, more), args, others, more)
+            handle = self._load(key, args, constants, options)
+        if not _run(handle, index, grid, args):
+            places = _unaligned(args)
+            handle = self._load((*key, places), args, constants, options, places)
+            _run(handle, index, grid, args)
+        return handle
 
     def bound(self, args, constants, **options):
         """A function launch(grid, **changed) for many launches of one call: changed replaces
         run-time arguments by name, with others of the same types."""
-        args, index, variant = list(args), _device_index(args), None
+        args, index, handle = list(args), _device_index(args), None
 
         def launch(grid, **changed):
-            nonlocal variant
+            nonlocal handle
             for name, x in changed.items():
                 args[self.places[name]] = x
-            if variant is None:
-                variant = self(grid, tuple(args), constants, **options)
-            elif 0 not in grid and index == torch._C._cuda_getDevice():
-                _run(variant, index, grid, args)
-            else:
-                self(grid, tuple(args), constants, **options)
+            here = handle is not None and index == torch._C._cuda_getDevice()
+            if not here or 0 in grid or not _run(handle, index, grid, args):
+                handle = self(grid, args, constants, **options) or handle
 
         return launch
 
-    def _compile(self, key, args, constants, options):
-        name = self.function.fn.__name__
+    def _load(self, key, args, constants, options, unaligned=()):
+        """The handle of a variant: from the archive if it was shipped, else compiled."""
+        if key in self.variants:
+            return self.variants[key]
         if torch.cuda.is_current_stream_capturing():
-            raise not_warmed(name)
+            raise not_warmed(self.name)
         with _lock:
             if key in self.variants:
                 return self.variants[key]
-            ptxas.use()
-            compiled = self.function.warmup(*args, grid=(1,), **options, **constants)
-            run = compiled.run  # loads the machine code
-            tail = [constants[p] for p in self.function.arg_names if p in constants]
-            variant = (run, compiled.function, compiled.packed_metadata, tail)
-            self.variants[key] = variant
-        return variant
+            target = arch(torch.device("cuda", key[0]))
+            code = None
+            if not unaligned:
+                code = archive.find(self.module, self.name, target, args, constants, options)
+            if code is None:
+                from .compile import code as compile_code
+
+                code = compile_code(self.function, args, constants, options, target, unaligned)
+            self.variants[key] = bindings.load(
+                self.name, key[0], code.image, code.entry, code.warps, code.shared, code.kinds
+            )
+        return self.variants[key]

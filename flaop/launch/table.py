@@ -4,17 +4,11 @@ from typing import NamedTuple
 
 import torch
 
-from flaop.triton_kernels.chunk_table import (
-    chunk_table_kernel_bounds,
-    chunk_table_kernel_rows,
-    zero_outside_kernel,
-)
-
 from .kernel import Kernel
 
-_bounds = Kernel(chunk_table_kernel_bounds)
-_rows = Kernel(chunk_table_kernel_rows)
-_zero = Kernel(zero_outside_kernel)
+_bounds = Kernel("chunk_table", "chunk_table_kernel_bounds")
+_rows = Kernel("chunk_table", "chunk_table_kernel_rows")
+_zero = Kernel("chunk_table", "zero_outside_kernel")
 
 
 class ChunkTable(NamedTuple):

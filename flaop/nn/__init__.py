@@ -12,6 +12,7 @@ from flaop.nn.model import LAYERS, HybridBlock, HybridCache, HybridConfig, Hybri
 from flaop.nn.norm import GatedRMSNorm, RMSNorm
 from flaop.nn.recurrent import LinearAttentionState, StateCache
 from flaop.nn.retention import LightningAttention, MultiScaleRetention
+from flaop.nn.slots import SlotCache, Slots
 
 __all__ = [
     "LAYERS",
@@ -36,6 +37,8 @@ __all__ = [
     "MultiScaleRetention",
     "RMSNorm",
     "ShortConvolution",
+    "SlotCache",
+    "Slots",
     "StateCache",
     "SwiGLU",
 ]

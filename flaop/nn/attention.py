@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flaop.nn.slots import SlotCache, Slots
+
 
 class AttentionState(NamedTuple):
     """Keys and values of the tokens seen so far."""
@@ -14,20 +16,24 @@ class AttentionState(NamedTuple):
     v: Tensor  # [B, S, H, D]
 
 
-class AttentionCache(nn.Module):
-    """Keys and values in buffers of a fixed length; the fill position lives on the device."""
+class AttentionCache(SlotCache):
+    """Keys and values of max_length tokens per slot, and how many tokens each slot has seen."""
 
-    def __init__(self, batch_size, num_heads, max_length, head_dim, dtype=None, device=None):
-        super().__init__()
-        shape = (batch_size, num_heads, max_length, head_dim)
+    def __init__(self, num_slots, num_heads, max_length, head_dim, dtype=None, device=None):
+        super().__init__(num_slots)
+        shape = (num_slots + 1, max_length, num_heads, head_dim)
         self.register_buffer("k", torch.zeros(shape, dtype=dtype, device=device))
         self.register_buffer("v", torch.zeros(shape, dtype=dtype, device=device))
-        self.register_buffer("position", torch.zeros(1, dtype=torch.long, device=device))
+        self.register_buffer("length", torch.zeros(shape[0], dtype=torch.long, device=device))
 
-    @torch.no_grad()
-    def reset(self) -> None:
-        for buffer in self.buffers():
-            buffer.zero_()
+
+class _Places(NamedTuple):
+    """Where the tokens of a piece go in a cache."""
+
+    sequence: Tensor  # [B, T], or [T] of packed sequences
+    row: Tensor  # [B, T], or [1, T]: of the cache; the spare one outside of all sequences
+    position: Tensor  # [B, T], or [1, T]: in the sequence
+    count: Tensor | int  # new tokens of each sequence
 
 
 class Attention(nn.Module):
@@ -55,10 +61,13 @@ class Attention(nn.Module):
     def from_config(cls, config, layer_idx: int) -> "Attention":
         return cls(config.hidden_size, config.num_heads, config.head_dim)
 
-    def make_cache(self, batch_size: int, max_length: int) -> AttentionCache:
+    def make_cache(
+        self, num_slots: int, max_length: int, state_dtype: torch.dtype | None = None
+    ) -> AttentionCache:
+        """A cache of num_slots sequences; keys and values have the parameters' dtype."""
         weight = self.k_proj.weight
         return AttentionCache(
-            batch_size, self.num_heads, max_length, self.head_dim, weight.dtype, weight.device
+            num_slots, self.num_heads, max_length, self.head_dim, weight.dtype, weight.device
         )
 
     def forward(
@@ -77,39 +86,79 @@ class Attention(nn.Module):
         q, k, v = self._project(x)
         T = x.shape[1]
         if cu_seqlens is not None:
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=_packed_mask(cu_seqlens, T))
+            y = _attend(q, k, v, attn_mask=_packed_mask(cu_seqlens, T))
         elif state is None:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            y = _attend(q, k, v, is_causal=True)
         else:
-            k = torch.cat([state.k.to(k.dtype).transpose(1, 2), k], dim=2)
-            v = torch.cat([state.v.to(v.dtype).transpose(1, 2), v], dim=2)
-            seen = torch.arange(k.shape[2], device=x.device)
-            mask = seen <= seen[k.shape[2] - T :, None]
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        state = AttentionState(k.transpose(1, 2), v.transpose(1, 2)) if output_state else None
-        return self.o_proj(y.transpose(1, 2).flatten(2)), state
+            k = torch.cat([state.k.to(k.dtype), k], dim=1)
+            v = torch.cat([state.v.to(v.dtype), v], dim=1)
+            seen = torch.arange(k.shape[1], device=x.device)
+            y = _attend(q, k, v, attn_mask=seen <= seen[k.shape[1] - T :, None])
+        return self.o_proj(y.flatten(2)), AttentionState(k, v) if output_state else None
 
     @torch.no_grad()
-    def extend(self, x: Tensor, cache: AttentionCache) -> Tensor:
-        """Appends x [B, T, hidden_size] to the cache and attends; capturable in a CUDA graph.
+    def extend(
+        self,
+        x: Tensor,  # [B, T, hidden_size]
+        cache: AttentionCache,
+        state_indices: Tensor | Slots | None = None,  # [N]
+        cu_seqlens: Tensor | None = None,  # [N + 1]
+    ) -> Tensor:
+        """Appends x to the sequences in the cache's slots and attends; reads nothing on the host.
 
-        The caller keeps the number of tokens within the cache's length.
+        Arguments as of RecurrentLayer.extend. A token beyond max_length is not stored, and its
+        output is NaN. Each sequence's slot is gathered; packed sequences also cost a mask
+        [T, N * max_length].
         """
+        slots = cache.select(state_indices, x, cu_seqlens)
         q, k, v = self._project(x)
-        position = cache.position + torch.arange(x.shape[1], device=x.device)
-        cache.k.index_copy_(2, position, k.to(cache.k.dtype))
-        cache.v.index_copy_(2, position, v.to(cache.v.dtype))
-        cache.position.add_(x.shape[1])
-        mask = torch.arange(cache.k.shape[2], device=x.device) <= position[:, None]
-        k, v = cache.k.to(q.dtype), cache.v.to(q.dtype)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return self.o_proj(y.transpose(1, 2).flatten(2))
+        places = _find_places(cache, slots, x.shape[1], cu_seqlens)
+        spare, length = cache.num_slots, cache.k.shape[1]
+        beyond = places.position >= length
+        row = places.row.masked_fill(beyond, spare)
+        position = places.position.masked_fill(beyond, 0)
+        cache.k[row, position] = k.to(cache.k.dtype)
+        cache.v[row, position] = v.to(cache.v.dtype)
+        cache.length[slots.rows] = cache.length[slots.rows] + places.count
+
+        k, v = (t[slots.rows].to(q.dtype) for t in (cache.k, cache.v))  # [N, max_length, H, D]
+        mask = torch.arange(length, device=x.device) <= position[..., None]
+        if cu_seqlens is None:
+            mask = mask[:, None]
+        else:
+            k, v = k.flatten(0, 1)[None], v.flatten(0, 1)[None]
+            N = slots.rows.shape[0]
+            same = places.sequence[:, None] == torch.arange(N, device=x.device)
+            mask = (same[:, :, None] & mask[0][:, None]).flatten(1)
+        y = self.o_proj(_attend(q, k, v, attn_mask=mask).flatten(2))
+        lost = beyond & (places.row != spare)
+        return y.masked_fill(lost[..., None], torch.nan)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v as [B, H, T, D]."""
+        """q, k, v as [B, T, H, D]."""
         heads = (self.num_heads, self.head_dim)
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        return tuple(p(x).unflatten(-1, heads).transpose(1, 2) for p in projections)
+        return tuple(p(x).unflatten(-1, heads) for p in (self.q_proj, self.k_proj, self.v_proj))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+    """scaled_dot_product_attention of [B, T, H, D]."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+
+
+def _find_places(cache: AttentionCache, slots: Slots, T: int, cu_seqlens: Tensor | None) -> _Places:
+    start = cache.length[slots.rows]
+    token = torch.arange(T, device=start.device)
+    if cu_seqlens is None:
+        row = slots.rows[:, None].expand(-1, T)
+        return _Places(row, row, start[:, None] + token, T)
+    bounds = cu_seqlens.long().clamp(0, T).cummax(0).values
+    sequence = torch.searchsorted(bounds[1:].contiguous(), token, right=True)
+    outside = (token < bounds[0]) | (token >= bounds[-1])
+    sequence = sequence.clamp(max=bounds.shape[0] - 2)
+    row = slots.rows[sequence].masked_fill(outside, cache.num_slots)
+    position = (start[sequence] + token - bounds[sequence]).masked_fill(outside, 0)
+    return _Places(sequence, row[None], position[None], bounds[1:] - bounds[:-1])
 
 
 def _packed_mask(cu_seqlens: Tensor, T: int) -> Tensor:

@@ -2,7 +2,6 @@
 
 from torch import Tensor, nn
 
-from flaop.functional_delta_rule import delta_rule
 from flaop.nn.norm import GatedRMSNorm, RMSNorm
 from flaop.nn.recurrent import LinearAttentionLayer, LinearAttentionState
 
@@ -15,7 +14,7 @@ class DeltaRuleLayer(LinearAttentionLayer):
         allow_neg_eigval: whether beta reaches 2 instead of 1.
         norm_eps: epsilon of the output norm.
 
-    The others are those of LinearAttentionLayer. A layer defines apply_rule.
+    The others are those of LinearAttentionLayer. A layer with a decay defines gate.
     """
 
     def __init__(
@@ -47,16 +46,9 @@ class DeltaRuleLayer(LinearAttentionLayer):
             self.o_norm = RMSNorm(self.head_v_dim, norm_eps)
         self.o_proj = nn.Linear(self.value_size, hidden_size, bias=False)
 
-    def apply_rule(
-        self,
-        x: Tensor,  # [B, T, hidden_size]
-        q: Tensor,  # [B, T, H, K]
-        k: Tensor,  # [B, T, H, K]
-        v: Tensor,  # [B, T, HV, V]
-        options: dict,
-    ) -> tuple[Tensor, Tensor | None]:
-        """o [B, T, HV, V] and the final state or None; options are arguments of the operator."""
-        raise NotImplementedError
+    def gate(self, x: Tensor) -> tuple[Tensor | None, dict]:
+        """g [B, T, HV] or None, and the operator's options that go with it."""
+        return None, {}
 
     def forward(
         self,
@@ -77,17 +69,17 @@ class DeltaRuleLayer(LinearAttentionLayer):
             y [B, T, hidden_size], and the state or None.
         """
         qkv, convs = self.project(x, state, cu_seqlens, output_state)
-        options = {
-            "initial_state": None if state is None else state[-1],
-            "output_final_state": output_state,
-            "cu_seqlens": cu_seqlens,
+        g, options = self.gate(x)
+        inputs = (*qkv, g, self.b_proj(x))
+        options |= {
             "use_qk_l2norm_in_kernel": True,
             "use_beta_sigmoid_in_kernel": True,
             "allow_neg_eigval": self.allow_neg_eigval,
             "state_v_first": self.state_v_first,
-            "backend": self.backend,
         }
-        o, recurrent = self.apply_rule(x, *qkv, options)
+        o, recurrent = self.operate(
+            *("gated_delta_rule", inputs, options, state, cu_seqlens, output_state)
+        )
         if self.g_proj is None:
             o = self.o_norm(o)
         else:
@@ -115,7 +107,7 @@ class DeltaNet(DeltaRuleLayer):
             may have negative eigenvalues (arXiv:2411.12537).
         norm_eps: epsilon of the output norm.
         state_v_first: whether the recurrent state is [N, HV, V, K].
-        backend: the path of flaop.delta_rule; None follows flaop.backend.
+        backend: the path of flaop.gated_delta_rule; None follows flaop.backend.
     """
 
     def __init__(
@@ -140,9 +132,6 @@ class DeltaNet(DeltaRuleLayer):
     @classmethod
     def from_config(cls, config, layer_idx: int) -> "DeltaNet":
         return cls(**shared_arguments(config))
-
-    def apply_rule(self, x, q, k, v, options):
-        return delta_rule(q, k, v, self.b_proj(x), **options)
 
 
 def shared_arguments(config) -> dict:

@@ -3,7 +3,6 @@
 import torch
 from torch import nn
 
-from flaop.functional_gated_delta_rule import gated_delta_rule
 from flaop.nn.deltanet import DeltaRuleLayer, shared_arguments
 from flaop.nn.recurrent import check_dt_range, draw_softplus_gate
 
@@ -65,11 +64,6 @@ class GatedDeltaNet(DeltaRuleLayer):
         """Draws A_log and dt_bias."""
         draw_softplus_gate(self.A_log, self.dt_bias, self.dt_range)
 
-    def apply_rule(self, x, q, k, v, options):
-        return gated_delta_rule(
-            *(q, k, v, self.a_proj(x), self.b_proj(x)),
-            A_log=self.A_log,
-            dt_bias=self.dt_bias,
-            use_gate_in_kernel=True,
-            **options,
-        )
+    def gate(self, x):
+        options = {"A_log": self.A_log, "dt_bias": self.dt_bias, "use_gate_in_kernel": True}
+        return self.a_proj(x), options

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flaop.functional_decay import gla
 from flaop.nn.norm import GatedRMSNorm
 from flaop.nn.recurrent import LinearAttentionLayer, LinearAttentionState
 
@@ -91,14 +90,9 @@ class GatedLinearAttention(LinearAttentionLayer):
             y [B, T, hidden_size], and the state or None.
         """
         (q, k, v), convs = self.project(x, state, cu_seqlens, output_state)
-        o, recurrent = gla(
-            *(q, k, v, self._log_decay(x)),
-            initial_state=None if state is None else state[-1],
-            output_final_state=output_state,
-            cu_seqlens=cu_seqlens,
-            state_v_first=self.state_v_first,
-            backend=self.backend,
-        )
+        inputs = (q, k, v, self._log_decay(x))
+        options = {"state_v_first": self.state_v_first}
+        o, recurrent = self.operate("gla", inputs, options, state, cu_seqlens, output_state)
         gate = self.g_proj(x).unflatten(-1, (self.num_v_heads, self.head_v_dim))
         y = self.o_proj(self.o_norm(o, gate).flatten(2))
         return y, LinearAttentionState(*convs, recurrent) if output_state else None

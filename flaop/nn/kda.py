@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor, nn
 
-from flaop.functional import kda
 from flaop.nn.norm import GatedRMSNorm
 from flaop.nn.recurrent import (
     LinearAttentionLayer,
@@ -133,24 +132,20 @@ class KimiDeltaAttention(LinearAttentionLayer):
         """
         (q, k, v), convs = self.project(x, state, cu_seqlens, output_state)
         g = self.f_b_proj(self.f_a_proj(x))
-        o, recurrent = kda(
-            *(q, k, v),
-            g.unflatten(-1, (self.num_v_heads, self.head_dim)),
-            self.b_proj(x),
-            initial_state=None if state is None else state[-1],
-            output_final_state=output_state,
-            cu_seqlens=cu_seqlens,
-            A_log=self.A_log,
-            dt_bias=self.dt_bias,
-            use_qk_l2norm_in_kernel=True,
-            use_gate_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True,
-            allow_neg_eigval=self.allow_neg_eigval,
-            safe_gate=self.lower_bound is not None,
-            lower_bound=self.lower_bound,
-            state_v_first=self.state_v_first,
-            backend=self.backend,
-        )
+        g = g.unflatten(-1, (self.num_v_heads, self.head_dim))
+        options = {
+            "A_log": self.A_log,
+            "dt_bias": self.dt_bias,
+            "use_qk_l2norm_in_kernel": True,
+            "use_gate_in_kernel": True,
+            "use_beta_sigmoid_in_kernel": True,
+            "allow_neg_eigval": self.allow_neg_eigval,
+            "safe_gate": self.lower_bound is not None,
+            "lower_bound": self.lower_bound,
+            "state_v_first": self.state_v_first,
+        }
+        inputs = (q, k, v, g, self.b_proj(x))
+        o, recurrent = self.operate("kda", inputs, options, state, cu_seqlens, output_state)
         gate = self.g_b_proj(self.g_a_proj(x)).unflatten(-1, (self.num_v_heads, self.head_v_dim))
         y = self.o_proj(self.o_norm(o, gate).flatten(2))
         if not output_state:

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from flaop.functional_mamba2 import mamba2_ssd
 from flaop.nn.conv import ShortConvolution
 from flaop.nn.norm import RMSNorm
 from flaop.nn.recurrent import RecurrentLayer, check_dt_range, draw_softplus_gate
@@ -19,7 +19,7 @@ class Mamba2State(NamedTuple):
 
 
 class Mamba2Mixer(RecurrentLayer):
-    """One projection to z, x, B, C and dt, a short convolution of x, B and C, flaop.mamba2_ssd.
+    """One projection to z, x, B, C and dt, a short convolution of x, B and C, Mamba-2's SSD.
 
     The output y * silu(z) passes a norm and a projection. Parameter names follow the published
     Mamba-2 checkpoints. The path is that of flaop.backend.
@@ -114,27 +114,20 @@ class Mamba2Mixer(RecurrentLayer):
         Returns:
             y [B, T, hidden_size], and the state or None.
         """
-        conv, recurrent = (None, None) if state is None else state
         inner, shared = self.num_heads * self.head_dim, self.num_groups * self.state_size
         z, mixed, dt = self.in_proj(x).split([inner, inner + 2 * shared, self.num_heads], dim=-1)
-        mixed, conv = self.conv1d(mixed, conv, cu_seqlens, output_state)
+        mixed, conv = self.convolve("conv", self.conv1d, mixed, state, cu_seqlens, output_state)
         x, B, C = mixed.split([inner, shared, shared], dim=-1)
         heads, groups = (self.num_heads, self.head_dim), (self.num_groups, self.state_size)
-        A_log = self.A_log
-        y, recurrent = mamba2_ssd(
-            x.unflatten(-1, heads),
-            dt,
-            -A_log.to(torch.promote_types(A_log.dtype, torch.float32)).exp(),
-            B.unflatten(-1, groups),
-            C.unflatten(-1, groups),
-            D=self.D,
-            z=z.unflatten(-1, heads),
-            dt_bias=self.dt_bias,
-            initial_states=recurrent,
-            cu_seqlens=cu_seqlens,
-            dt_softplus=True,
-            dt_limit=self.dt_limit,
-            return_final_states=output_state,
-        )
+        x, z = x.unflatten(-1, heads), z.unflatten(-1, heads)
+        # the arithmetic of flaop.mamba2_ssd around the operator
+        wide = torch.promote_types(x.dtype, torch.float32)
+        dt = F.softplus(dt.to(wide) + self.dt_bias).clamp(*self.dt_limit)
+        g = -self.A_log.to(wide).exp() * dt
+        values = (x * dt.unsqueeze(-1)).to(x.dtype)
+        inputs = (C.unflatten(-1, groups), B.unflatten(-1, groups), values, g, None)
+        options = {"scale": 1.0, "state_v_first": True}
+        y, recurrent = self.operate("simple_gla", inputs, options, state, cu_seqlens, output_state)
+        y = ((y + x * self.D.to(wide).unsqueeze(-1)) * F.silu(z.to(wide))).to(x.dtype)
         y = self.out_proj(self.norm(y.flatten(2)))
         return y, Mamba2State(conv, recurrent) if output_state else None

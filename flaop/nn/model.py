@@ -15,9 +15,11 @@ from flaop.nn.mamba2 import Mamba2Mixer
 from flaop.nn.mlp import SwiGLU
 from flaop.nn.norm import RMSNorm
 from flaop.nn.retention import LightningAttention, MultiScaleRetention
+from flaop.nn.slots import SlotCache, Slots
 
-# A layer class has from_config(config, layer_idx), make_cache(batch_size, max_length),
-# forward(x, state, cu_seqlens, output_state) -> (y, state) and extend(x, cache) -> y.
+# A layer class has from_config(config, layer_idx), forward(x, state, cu_seqlens, output_state)
+# -> (y, state), make_cache(num_slots, max_length, state_dtype), and
+# extend(x, cache, state_indices, cu_seqlens) -> y.
 LAYERS: dict[str, type[nn.Module]] = {
     "kda": KimiDeltaAttention,
     "gla": GatedLinearAttention,
@@ -97,21 +99,19 @@ class HybridBlock(nn.Module):
         x = x + y
         return x + self.mlp(self.mlp_norm(x)), state
 
-    def extend(self, x: Tensor, cache: nn.Module) -> Tensor:
-        x = x + self.mixer.extend(self.mixer_norm(x), cache)
+    def extend(
+        self, x: Tensor, cache: SlotCache, slots: Slots, cu_seqlens: Tensor | None
+    ) -> Tensor:
+        x = x + self.mixer.extend(self.mixer_norm(x), cache, slots, cu_seqlens)
         return x + self.mlp(self.mlp_norm(x))
 
 
-class HybridCache(nn.Module):
-    """One cache per layer, all in static buffers."""
+class HybridCache(SlotCache):
+    """One cache per layer, all of the same slots."""
 
-    def __init__(self, layers: list[nn.Module]):
-        super().__init__()
+    def __init__(self, layers: list[SlotCache]):
+        super().__init__(layers[0].num_slots)
         self.layers = nn.ModuleList(layers)
-
-    def reset(self) -> None:
-        for layer in self.layers:
-            layer.reset()
 
 
 class HybridModel(nn.Module):
@@ -158,18 +158,38 @@ class HybridModel(nn.Module):
         logits = F.linear(self.norm(x), self.embedding.weight)
         return logits, tuple(new_states) if output_states else None
 
-    def make_cache(self, batch_size: int, max_length: int) -> HybridCache:
-        """Static buffers for batch_size sequences of at most max_length tokens."""
-        return HybridCache([b.mixer.make_cache(batch_size, max_length) for b in self.blocks])
+    def make_cache(
+        self, num_slots: int, max_length: int, state_dtype: torch.dtype | None = None
+    ) -> HybridCache:
+        """Static buffers for num_slots sequences of at most max_length tokens.
+
+        Recurrent states are in state_dtype: float32 (None), bfloat16 or float16.
+        """
+        mixers = [block.mixer for block in self.blocks]
+        return HybridCache([m.make_cache(num_slots, max_length, state_dtype) for m in mixers])
 
     @torch.no_grad()
-    def extend(self, tokens: Tensor, cache: HybridCache) -> Tensor:
-        """Logits [B, T, vocab_size] of tokens [B, T] that follow what the cache holds.
+    def extend(
+        self,
+        tokens: Tensor,  # [B, T]
+        cache: HybridCache,
+        state_indices: Tensor | None = None,  # [N]
+        cu_seqlens: Tensor | None = None,  # [N + 1]
+    ) -> Tensor:
+        """Logits [B, T, vocab_size] of tokens that follow what the cache's slots hold.
 
-        Serves prefill (chunk path) and decode (recurrent path). Updates the cache in place and
-        reads nothing on the host: one token of it is a step to capture in a CUDA graph.
+        Serves prefill (chunk ops) and decode (up to 8 tokens, step ops). Updates the slots in
+        place and reads nothing on the host: one token of it is a step to capture in a CUDA graph.
+
+        Args:
+            tokens: [B, T] int32 or int64; B = 1 with cu_seqlens.
+            cache: from make_cache.
+            state_indices: [N] int32 or int64, the slot of each sequence, none twice; a negative
+                one is padding: no slot changes and its logits mean nothing. None: 0, 1, 2, ...
+            cu_seqlens: [N + 1] int32 or int64, bounds of packed sequences.
         """
+        slots = cache.select(state_indices, tokens, cu_seqlens)
         x = self.embedding(tokens)
         for block, layer_cache in zip(self.blocks, cache.layers, strict=True):
-            x = block.extend(x, layer_cache)
+            x = block.extend(x, layer_cache, slots, cu_seqlens)
         return F.linear(self.norm(x), self.embedding.weight)

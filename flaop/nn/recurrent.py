@@ -1,4 +1,4 @@
-"""What the recurrent layers share: projections with convolutions, states, caches, decay rates."""
+"""What the recurrent layers share: projections with convolutions, states, slots, decay rates."""
 
 import math
 from typing import NamedTuple
@@ -7,10 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import flaop
 from flaop.nn.conv import ShortConvolution
+from flaop.nn.slots import SlotCache, Slots
 
 # Where the initial decay rates A * dt start, as in Mamba-2 (arXiv:2405.21060).
 _A_RANGE = (1.0, 16.0)
+# Most tokens of a sequence in one call of a step op.
+_STEP_TOKENS = 8
 
 
 class LinearAttentionState(NamedTuple):
@@ -22,42 +26,117 @@ class LinearAttentionState(NamedTuple):
     recurrent: Tensor  # [N, HV, K, V], or [N, HV, V, K] with state_v_first; float32
 
 
-class StateCache(nn.Module):
-    """A state in static buffers, updated in place: what a captured decode step reads and writes."""
+class StateCache(SlotCache):
+    """The states of a layer, one per slot; the state_type is a tuple that ends with `recurrent`."""
 
-    def __init__(self, state: tuple):
-        super().__init__()
+    def __init__(self, state: tuple):  # of num_slots + 1 sequences
+        super().__init__(state.recurrent.shape[0] - 1)
         self.state_type = type(state)
         for name, tensor in state._asdict().items():
             self.register_buffer(name, tensor)
 
     def state(self) -> tuple:
-        return self.state_type(*(getattr(self, name) for name in self.state_type._fields))
+        """The state whose sequences are the slots, as views."""
+        buffers = (getattr(self, name) for name in self.state_type._fields)
+        return self.state_type(*(buffer[: self.num_slots] for buffer in buffers))
 
-    @torch.no_grad()
-    def update(self, state: tuple) -> None:
-        for buffer, value in zip(self.state(), state, strict=True):
-            buffer.copy_(value)
 
-    @torch.no_grad()
-    def reset(self) -> None:
-        for buffer in self.buffers():
-            buffer.zero_()
+class SlotState(NamedTuple):
+    """Takes the place of a state where a layer runs on slots of its cache, in place."""
+
+    cache: StateCache
+    slots: Slots
 
 
 class RecurrentLayer(nn.Module):
-    """A layer with initial_state(batch_size) and forward(x, state, cu_seqlens, output_state)."""
+    """A layer with initial_state(batch_size) and forward(x, state, cu_seqlens, output_state).
 
-    def make_cache(self, batch_size: int, max_length: int) -> StateCache:
-        """A cache for batch_size sequences; its size does not depend on max_length."""
-        return StateCache(self.initial_state(batch_size))
+    Its forward runs its convolutions by `convolve` and its operator by `operate`, so that it takes
+    a SlotState as well.
+    """
+
+    backend: str | None = None
+
+    def make_cache(
+        self, num_slots: int, max_length: int, state_dtype: torch.dtype | None = None
+    ) -> StateCache:
+        """A cache of num_slots states; its size does not depend on max_length.
+
+        The recurrent part is in state_dtype: float32 (None; float64 for float64 parameters),
+        bfloat16 or float16.
+        """
+        state = self.initial_state(num_slots + 1)
+        return StateCache(state._replace(recurrent=state.recurrent.to(state_dtype)))
 
     @torch.no_grad()
-    def extend(self, x: Tensor, cache: StateCache) -> Tensor:
-        """Runs x [B, T, hidden_size] from the cache's state and writes the new state into it."""
-        y, state = self(x, cache.state(), output_state=True)
-        cache.update(state)
-        return y
+    def extend(
+        self,
+        x: Tensor,  # [B, T, hidden_size]
+        cache: StateCache,
+        state_indices: Tensor | Slots | None = None,  # [N]
+        cu_seqlens: Tensor | None = None,  # [N + 1]
+    ) -> Tensor:
+        """Runs x from the states in the cache's slots and writes the new states into them.
+
+        Args:
+            x: [B, T, hidden_size]; B = 1 with cu_seqlens.
+            cache: from make_cache.
+            state_indices: the slot of each sequence, see SlotCache.select; None: 0, 1, 2, ...
+            cu_seqlens: [N + 1] int32 or int64 on x's device, bounds of packed sequences.
+
+        Up to 8 tokens run by the step op, more of them and packed sequences by the chunk op on
+        pools: `backend` has no say. Nothing is read on the host.
+        """
+        slots = cache.select(state_indices, x, cu_seqlens)
+        return self(x, SlotState(cache, slots), cu_seqlens)[0]
+
+    def convolve(
+        self,
+        name: str,  # of the convolution's state
+        conv: ShortConvolution,
+        x: Tensor,  # [B, T, D]
+        state: tuple | None,
+        cu_seqlens: Tensor | None,
+        output_state: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """conv(x), and its new state: None where it is not asked for, or in a cache."""
+        if not isinstance(state, SlotState):
+            tail = None if state is None else getattr(state, name)
+            return conv(x, tail, cu_seqlens, output_state)
+        tails, rows = getattr(state.cache, name), state.slots.rows
+        y, tail = conv(x, tails[rows], cu_seqlens, output_state=True)
+        tails[rows] = tail.to(tails.dtype)
+        return y, None
+
+    def operate(
+        self,
+        family: str,
+        inputs: tuple,  # q, k, v, gates and beta, as the family's operator takes them
+        options: dict,  # its keyword arguments that come from the layer
+        state: tuple | None,
+        cu_seqlens: Tensor | None,
+        output_state: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """flaop.<family>, or on slots its step or its chunk op on pools.
+
+        Returns o [B, T, HV, V], and the new state: None where it is not asked for, or in a cache.
+        """
+        if not isinstance(state, SlotState):
+            return getattr(flaop, family)(
+                *inputs,
+                initial_state=None if state is None else state.recurrent,
+                output_final_state=output_state,
+                cu_seqlens=cu_seqlens,
+                backend=self.backend,
+                **options,
+            )
+        pool = state.cache.recurrent, state.slots.indices
+        if cu_seqlens is None and inputs[0].shape[1] <= _STEP_TOKENS:
+            # a promise for the chunk path alone
+            options = {name: value for name, value in options.items() if name != "safe_gate"}
+            return getattr(flaop, f"{family}_step_")(*inputs, *pool, **options), None
+        run = getattr(flaop, f"chunk_{family}_pool_")
+        return run(*inputs, *pool, cu_seqlens=cu_seqlens, **options), None
 
 
 class LinearAttentionLayer(RecurrentLayer):
@@ -126,18 +205,18 @@ class LinearAttentionLayer(RecurrentLayer):
     def project(
         self,
         x: Tensor,  # [B, T, hidden_size]
-        state: LinearAttentionState | None,
+        state: LinearAttentionState | SlotState | None,
         cu_seqlens: Tensor | None,  # [N + 1]
         output_state: bool,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple]:
         """q, k [B, T, H, K], v [B, T, HV, V], and the states of the convolutions or Nones."""
         tensors = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.conv_size:
-            carried = (None,) * 3 if state is None else state[:3]
+            names = LinearAttentionState._fields[:3]
             convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
             pairs = [
-                conv(y, s, cu_seqlens, output_state)
-                for conv, y, s in zip(convs, tensors, carried, strict=True)
+                self.convolve(name, conv, y, state, cu_seqlens, output_state)
+                for name, conv, y in zip(names, convs, tensors, strict=True)
             ]
             tensors, states = zip(*pairs, strict=True)
         else:

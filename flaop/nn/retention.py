@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor, nn
 
-from flaop.functional_decay import simple_gla
 from flaop.nn.norm import GatedRMSNorm
 from flaop.nn.recurrent import LinearAttentionLayer, LinearAttentionState
 
@@ -66,15 +65,9 @@ class _ConstantDecayAttention(LinearAttentionLayer):
             y [B, T, hidden_size], and the state or None.
         """
         (q, k, v), convs = self.project(x, state, cu_seqlens, output_state)
-        o, recurrent = simple_gla(
-            *(q, k, v),
-            g_gamma=self.g_gamma,
-            initial_state=None if state is None else state[-1],
-            output_final_state=output_state,
-            cu_seqlens=cu_seqlens,
-            state_v_first=self.state_v_first,
-            backend=self.backend,
-        )
+        inputs = (q, k, v, None, self.g_gamma)
+        options = {"state_v_first": self.state_v_first}
+        o, recurrent = self.operate("simple_gla", inputs, options, state, cu_seqlens, output_state)
         gate = self.g_proj(x)
         if self.norm_heads:
             y = self.o_norm(o, gate.unflatten(-1, (self.num_v_heads, self.head_v_dim))).flatten(2)

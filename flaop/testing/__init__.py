@@ -25,9 +25,20 @@ from flaop.testing.stage_oracles import (
     chunk_fwd_o_oracle,
     chunk_local_cumsum_oracle,
 )
+from flaop.testing.step_inputs import (
+    STEP_FAMILIES,
+    STEP_VARIANTS,
+    packed_projection,
+    slot_indices,
+    step_pool,
+    step_tokens,
+)
+from flaop.testing.step_oracle import step_oracle
 from flaop.testing.tolerances import assert_within_budget, relative_error, worst_error
 
 __all__ = [
+    "STEP_FAMILIES",
+    "STEP_VARIANTS",
     "assert_within_budget",
     "chunk_budget_reference",
     "chunk_delta_fwd_h_oracle",
@@ -44,11 +55,16 @@ __all__ = [
     "kda_oracle",
     "linear_attn_oracle",
     "mamba2_oracle",
+    "packed_projection",
     "pairwise",
     "recompute_w_u_oracle",
     "relative_error",
     "simple_gla_inputs",
     "simple_gla_oracle",
+    "slot_indices",
     "solve_tril_oracle",
+    "step_oracle",
+    "step_pool",
+    "step_tokens",
     "worst_error",
 ]

@@ -7,17 +7,10 @@ import subprocess
 import tempfile
 from typing import NamedTuple
 
-import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-from flaop.launch import ptxas
+from flaop.launch.compile import compiled
 
-_TYPES = {
-    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
-    torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1",
-}  # fmt: skip
 # columns of tensor memory that a block may have; a launch that needs more compiles to a trap
 TENSOR_MEMORY_LIMIT = 512
 # bytes of shared memory that a block may have
@@ -37,24 +30,6 @@ class Build(NamedTuple):
     unwritten: list  # instructions that read a uniform register nothing wrote
     overwritten: list  # buffers that are filled while a product may still read them
     cubin: bytes
-
-
-def source(function, args, constants):
-    """The ASTSource of a recorded launch: aligned pointers, unspecialised scalars."""
-    signature, values, attributes = {}, dict(constants), {}
-    names = function.arg_names
-    for i, (name, arg) in enumerate(zip(names, args, strict=False)):
-        if arg is None:
-            signature[name], values[name] = "constexpr", None
-        elif isinstance(arg, torch.Tensor):
-            signature[name] = _TYPES[arg.dtype]
-            attributes[(i,)] = [["tt.divisibility", 16]]
-        else:
-            signature[name] = "fp32" if isinstance(arg, float) else "i32"
-    for name in names[len(args) :]:
-        signature[name] = "constexpr"
-    positions = {(names.index(name),): value for name, value in values.items()}
-    return ASTSource(function, signature, positions, attributes)
 
 
 def disassemble(cubin):
@@ -141,22 +116,19 @@ def overwritten_operands(ttgir):
 
 def build(record, arch):
     """Compiles one recorded launch for an architecture (80, 90, 100, ...)."""
-    ptxas.use()
     function, args, constants, options = record
-    compiled = triton.compile(
-        source(function, args, constants), target=GPUTarget("cuda", arch, 32), options=options
-    )
-    cubin = compiled.asm["cubin"]
+    made = compiled(function, args, constants, options, arch)
+    cubin = made.asm["cubin"]
     instructions, registers = disassemble(cubin)
     return Build(
         function.fn.__name__,
-        compiled.metadata.shared,
-        getattr(compiled.metadata, "tmem_size", None) or 0,
+        made.metadata.shared,
+        getattr(made.metadata, "tmem_size", None) or 0,
         registers,
         sum(text.split(" ", 1)[0].startswith(("LDL", "STL")) or " LDL" in text or " STL" in text
             for text in instructions),
         sum(bool(re.search(r"\b(HGMMA|HMMA|UTCHMMA|UTCMMA)", text)) for text in instructions),
         unwritten_uniform_reads(instructions),
-        overwritten_operands(compiled.asm["ttgir"]),
+        overwritten_operands(made.asm["ttgir"]),
         cubin,
     )  # fmt: skip

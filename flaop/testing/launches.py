@@ -1,5 +1,5 @@
-"""What the chunk and recurrent ops launch on an architecture: recorded on meta tensors, compiled
-elsewhere.
+"""What the chunk, recurrent and decode ops launch on an architecture: recorded on meta tensors,
+compiled elsewhere.
 """
 
 import concurrent.futures
@@ -15,6 +15,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # constants that tell apart launches of one kernel
 _VARIANTS = (
     "BOUNDED", "PAIRS", "OUTPUT", "STORE_A", "STORE_H", "STORE_U", "DECAYED", "CUMULATIVE",
+    "VERIFY",
 )  # fmt: skip
 
 
@@ -33,12 +34,14 @@ def launches(case: Case) -> dict[str, tuple]:
     """Each launch of a family's paths, forward and backward, packed, every option on, by label."""
     from flaop.testing.decay_launches import decay_records
     from flaop.testing.gdn_launches import gdn_records
+    from flaop.testing.step_launches import step_records
 
+    steps = _labelled(step_records(case))
     if case.gate in ("softplus", "bounded"):
-        return kda_launches(case)
+        return kda_launches(case) | steps
     if case.gate == "head":
-        return _labelled(gdn_records(case))
-    return _labelled(decay_records(case))
+        return _labelled(gdn_records(case)) | steps
+    return _labelled(decay_records(case)) | steps
 
 
 def _labelled(records: list[tuple]) -> dict[str, tuple]:

@@ -6,8 +6,17 @@ import pytest
 import torch
 
 from flaop.bench import floors
-from flaop.bench.case import PRESETS, Case, Shape, build_inputs, leaves, parse_shape
-from flaop.bench.timing import DEFAULT_L2_BYTES, MOST_SETS, number_of_sets
+from flaop.bench.case import (
+    PRESETS,
+    SLOTS,
+    Case,
+    Shape,
+    another_set,
+    build_inputs,
+    leaves,
+    parse_shape,
+)
+from flaop.bench.timing import DEFAULT_L2_BYTES, MOST_SETS, most_sets, number_of_sets
 
 
 def case(op="chunk_kda", mode="fwd", shape="B1T96H2K32V16", gates="mixed", kind="bounded", **more):
@@ -238,3 +247,42 @@ def test_small_work_rotates_over_more_than_the_l2():
     for moved in (1000, l2 // 7, l2, 3 * l2):
         sets = number_of_sets(moved, l2)
         assert sets == MOST_SETS or sets * moved >= 5 * l2
+
+
+def step_case(B=2, HV=4, pool="bf16", **more):
+    shape = f"B{B}T1H2HV{HV}K32V16"
+    return case("gated_delta_rule_step_", "step", shape, kind="softplus", pool=pool, **more)
+
+
+def test_steps_on_a_pool_need_one():
+    with pytest.raises(ValueError, match="a pool goes with the ops kda_step_"):
+        case("kda_step_", "step", "B2T1H1D16")
+    with pytest.raises(ValueError, match="this is fused_recurrent_kda"):
+        case("fused_recurrent_kda", "step", "B2T1H1D16", pool="fp32")
+    with pytest.raises(ValueError, match="measured in mode step for up to 1024 sequences"):
+        case("kda_step_", "fwd", "B2T1H1D16", pool="fp32")
+
+
+def test_slots_of_the_input_sets_of_a_step():
+    """One pool for all sets, and no slot twice."""
+    for B in (2, 256):
+        a_case = step_case(B, state_v_first=True)
+        inputs = build_inputs(a_case)
+        assert inputs["state"].shape == (SLOTS, 4, 16, 32)
+        assert inputs["state"].dtype is torch.bfloat16
+        sets = [inputs] + [another_set(inputs, i) for i in range(1, most_sets(a_case))]
+        assert all(x["state"] is inputs["state"] for x in sets)
+        slots = torch.cat([x["state_indices"] for x in sets])
+        assert len(slots.unique()) == len(slots) == min(MOST_SETS * B, SLOTS)
+        assert slots.min() >= 0 and slots.max() < SLOTS
+        assert sets[1]["q"].data_ptr() != inputs["q"].data_ptr()
+
+
+def test_floor_of_a_step_counts_its_slots_alone():
+    a_case = step_case()
+    inputs = build_inputs(a_case)
+    work = floors.work(a_case, inputs)
+    others = [x for n, x in inputs.items() if isinstance(x, torch.Tensor) and n != "state"]
+    # o, and the two slots read and written
+    expected = floors.size([*others, inputs["v"]]) + 2 * 2 * (4 * 32 * 16 * 2)
+    assert work["bytes"] == expected

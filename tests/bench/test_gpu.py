@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from flaop.bench.case import Case, parse_shape
+from flaop.bench.families import POOL_OPS, family_name
 from flaop.bench.runner import Settings, run_case
 
 pytestmark = [
@@ -25,11 +26,14 @@ pytestmark = [
         ("chunk_gated_delta_rule", "fwdbwd", "B1T256H2HV4D128"),
         ("chunk_delta_rule", "fwdbwd", "B1T256H4D128"),
         ("fused_recurrent_gated_delta_rule", "step", "B2T1H2HV4D128"),
+        ("kda_step_", "step", "B2T1H4D128"),
+        ("gla_step_", "step", "B2T1H4D128"),
     ],
 )
 def test_every_column(op, mode, shape):
-    kind = "bounded" if op.endswith("kda") else "precomputed"
-    case = Case(op, mode, parse_shape(shape), "bf16", "mixed", kind, "cuda")
+    kind = "bounded" if family_name(op) == "kda" else "precomputed"
+    pool = "fp32" if op in POOL_OPS else None
+    case = Case(op, mode, parse_shape(shape), "bf16", "mixed", kind, "cuda", pool=pool)
     record = run_case(case, "flaop", Settings(quick=True))
     assert record["status"] == "ok", record["note"]
     for name in ("eager_ms", "graph_ms", "graph_warm_ms", "host_us", "peak_mib", "rel_err"):

@@ -10,6 +10,7 @@ from flaop.bench.case import Shape, build_inputs, parse_shape
 from flaop.bench.cli import JUDGED
 from flaop.bench.contenders import load
 from flaop.bench.decay_suite import DECAY_TARGETS, decay, gate_cost, judge_decay, state_bytes
+from flaop.bench.decode_suite import DECODE_TARGETS, decode, judge_decode, step_label
 from flaop.bench.delta_suite import DELTA_TARGETS, delta, judge_delta
 from flaop.bench.runner import new_record
 from flaop.bench.suites import (
@@ -37,7 +38,8 @@ def small(case):
     H, lengths = min(s.H, 2), None if s.lengths is None else (30, 5, 35)
     B, T = min(s.B, 2), min(s.T, 70)
     shape = Shape(B, T, H, H * (s.HV // s.H), 16, 16, lengths)
-    return replace(case, device="cpu", dtype="fp32", shape=shape)
+    pool = case.pool and "fp32"
+    return replace(case, device="cpu", dtype="fp32", shape=shape, pool=pool)
 
 
 @pytest.mark.parametrize("suite", JUDGED)
@@ -55,7 +57,12 @@ def test_every_case_is_right_at_a_small_size(suite):
 
 @pytest.mark.parametrize(
     ("suite", "targets"),
-    [("foundation", FOUNDATION_TARGETS), ("decay", DECAY_TARGETS), ("delta", DELTA_TARGETS)],
+    [
+        ("foundation", FOUNDATION_TARGETS),
+        ("decay", DECAY_TARGETS),
+        ("delta", DELTA_TARGETS),
+        ("decode", DECODE_TARGETS),
+    ],
 )
 def test_every_target_is_of_a_case(suite, targets):
     build, judge_suite = JUDGED[suite]
@@ -224,3 +231,32 @@ def test_cases_of_the_delta_suite():
     # beta as it is, which every peer takes
     assert not cases["gdn fwd"].options["beta_sigmoid"]
     assert cases["gdn fwd fused"].options["beta_sigmoid"]
+
+
+def test_targets_of_decode():
+    entries = decode("cuda")
+    figures = {
+        step_label("kda", 32, 256, "fp32"): {"graph_ms": 0.28},
+        step_label("kda", 32, 32, "fp32"): {"graph_ms": 0.041, "host_us": 15, "first_call_s": 1.0},
+        step_label("gated_delta_rule", 32, 32, "bf16"): {"graph_ms": 0.023},
+        "chunk_kda fwd": {"host_us": 130},
+        "chunk_kda fwdbwd": {"first_call_s": 1.5},
+    }
+    found = records(entries, figures)
+    verdicts = {v.text.split(":")[0]: v for v in judge_decode(entries, found)}
+    assert {text: v.met for text, v in verdicts.items() if v.met is not None} == {
+        "kda_step_, B256, fp32 pool, CUDA graph (ms)": True,
+        "kda_step_, B32, fp32 pool, CUDA graph (ms)": False,
+        "gated_delta_rule_step_, B32, bf16 pool, CUDA graph (ms)": True,
+        "kda_step_, host time of a call (us)": True,
+        "chunk_kda, host time of a call (us)": False,
+        "first calls of chunk_kda forward + backward and of kda_step_ (s)": True,
+    }
+
+
+def test_cases_of_the_decode_suite():
+    cases = {entry.label: entry.case for entry in decode("cuda")}
+    case = cases[step_label("gated_delta_rule", 96, 8, "bf16")]
+    assert case.shape == parse_shape("B8T1H48HV96K128V128") and case.state_v_first
+    assert case.pool == "bf16" and case.options["beta_sigmoid"]
+    assert not cases[step_label("kda", 32, 1, "fp32", "KV")].state_v_first

@@ -27,7 +27,7 @@ def test_everything_in_a_short_run(device, tmp_path, capsys):
     assert "graph breaks: 0" in lines
     # training, evaluation (the reloaded model too) and decode
     (ops,) = (line for line in lines if line.startswith("flaop ops in the 3 graphs"))
-    for name in ("chunk_kda x", "chunk_kda_fwd x", "chunk_kda_bwd x", "fused_recurrent_kda x"):
+    for name in ("chunk_kda x", "chunk_kda_fwd x", "chunk_kda_bwd x", "kda_step_ x"):
         assert f"flaop.{name}" in ops
     loss = re.search(
         r"validation loss +([\d.]+) bits per byte, after the reload ([\d.]+)", shown.out
@@ -64,11 +64,7 @@ def test_other_layers(device, tmp_path, capsys, kind):
     assert main([*size, "--layers", kind, "--device", device, "--output", str(output)]) == 0
     shown = capsys.readouterr().out
     assert f"; {kind}, " in shown and "graph breaks: 0" in shown
-    for name in (
-        f"chunk_{OPS[kind]}_fwd",
-        f"chunk_{OPS[kind]}_bwd",
-        f"fused_recurrent_{OPS[kind]}",
-    ):
+    for name in (f"chunk_{OPS[kind]}_fwd", f"chunk_{OPS[kind]}_bwd", f"{OPS[kind]}_step_"):
         assert f"flaop.{name} x" in shown
     loss = re.search(r"validation loss +([\d.]+) bits per byte, after the reload ([\d.]+)", shown)
     assert loss.group(1) == loss.group(2)

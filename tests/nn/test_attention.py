@@ -35,7 +35,7 @@ def test_static_cache(layer, x):
     for _ in range(2):
         outputs = [layer.extend(piece, cache) for piece in x.split([5, 1, 1, 5], dim=1)]
         torch.testing.assert_close(torch.cat(outputs, dim=1), whole)
-        assert cache.position.item() == 12
+        assert cache.length.tolist() == [12, 12, 0]
         cache.reset()
 
 

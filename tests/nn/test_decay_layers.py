@@ -7,12 +7,9 @@ import contextlib
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 
 import flaop
-from flaop.decode import Decoder
 from flaop.nn import (
     DeltaNet,
     GatedDeltaNet,
@@ -24,6 +21,7 @@ from flaop.nn import (
     MultiScaleRetention,
 )
 from flaop.testing import mamba2_oracle, relative_error
+from flaop.testing.compilation import Compiled
 
 GROUPED = {"num_v_heads": 4, "head_v_dim": 24, "conv_size": 4, "state_v_first": True}
 DELTA = {**GROUPED, "allow_neg_eigval": True}
@@ -161,17 +159,6 @@ def test_every_parameter_learns(layer, device):
         assert parameter.grad.isfinite().all() and parameter.grad.any(), name
 
 
-def recording_backend(seen):
-    """Records the flaop ops of the graphs after AOTAutograd, and runs them as they are."""
-
-    def record(graph_module, _):
-        targets = (str(n.target) for n in graph_module.graph.nodes)
-        seen.append([t.removesuffix(".default") for t in targets if t.startswith("flaop.")])
-        return make_boxed_func(graph_module.forward)
-
-    return aot_autograd(fw_compiler=record, bw_compiler=record)
-
-
 # Every layer and every mode; the rest of the product is slow.
 _FIRST = {
     ("gla", "train"),
@@ -192,20 +179,20 @@ _FIRST = {
     ],
 )
 def test_one_graph_in_every_mode(device, name, mode):
-    layer, op, seen = LAYERS[name]().to(device), f"flaop.chunk_{OPS[name]}", []
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=recording_backend(seen))
+    layer, op = LAYERS[name]().to(device), f"chunk_{OPS[name]}"
+    compiled = Compiled(layer, dynamic=True)
     context = torch.autocast(device, torch.bfloat16) if mode == "autocast" else MODES[mode]()
     with context:
-        compiled(torch.randn(3, 100, 32, device=device))
+        compiled.call(torch.randn(3, 100, 32, device=device))
         x = torch.randn(2, 80, 32, device=device)
-        got, want = compiled(x)[0], layer(x)[0]
+        got, want = compiled.call(x)[0], layer(x)[0]
     assert relative_error(got.float(), want.float()) < (2e-2 if mode == "autocast" else 1e-4)
     if mode in ("no_grad", "inference_mode"):
-        assert seen == [[op]]
+        assert compiled.graphs == [[op]]
         return
     parameters = list(layer.parameters())
     first, second = (torch.autograd.grad(y.float().square().sum(), parameters) for y in (got, want))
-    assert seen == [[f"{op}_fwd"], [f"{op}_bwd"]]
+    assert compiled.graphs == [[f"{op}_fwd"], [f"{op}_bwd"]]
     for (parameter, _), a, b in zip(layer.named_parameters(), first, second, strict=True):
         assert relative_error(a, b) < (6e-2 if mode == "autocast" else 5e-4), parameter
 
@@ -216,15 +203,15 @@ def test_decode_step_in_a_model_compiles_once(device, name):
         vocab_size=32, hidden_size=32, num_layers=1, layers=(name,), num_heads=2, head_dim=16,
         num_v_heads=4,
     )  # fmt: skip
-    model, seen = HybridModel(config).to(device), []
-    step = torch.compile(model.extend, fullgraph=True, backend=recording_backend(seen))
+    model = HybridModel(config).to(device)
+    step = Compiled(model.extend, dynamic=None)
     x = torch.randint(32, (2, 73), device=device)
     cache = model.make_cache(2, max_length=73)
     outputs = [model.extend(x[:, :70], cache)]
-    outputs += [step(x[:, t : t + 1], cache) for t in range(70, 73)]
+    outputs += [step.call(x[:, t : t + 1], cache) for t in range(70, 73)]
     with torch.no_grad():
         assert relative_error(torch.cat(outputs, dim=1), model(x)[0]) < 1e-4
-    assert seen == [[f"flaop.fused_recurrent_{OPS[name]}"]]
+    assert step.graphs == [[f"{OPS[name]}_step_"]]
 
 
 def test_decay_of_retention_and_lightning(device):
@@ -296,22 +283,3 @@ def test_bad_arguments():
         Mamba2Mixer(16, 4, 8, num_groups=3)
     with pytest.raises(ValueError, match="dt_range"):
         Mamba2Mixer(16, 4, 8, dt_range=(0.1, 0.01))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", OPS)
-def test_captured_decode(name):
-    """Prompt by the chunk path, then the compiled step in a CUDA graph: a full run's choices."""
-    config = HybridConfig(
-        vocab_size=32, hidden_size=32, num_layers=2, layers=(name, "attention"), num_heads=2,
-        head_dim=16,
-    )  # fmt: skip
-    model = HybridModel(config).cuda()
-    decoder = Decoder(model, 2, 76, mode="captured")
-    prompt = torch.randint(32, (2, 70), device="cuda")
-    decoder.prefill(prompt)
-    chosen = decoder.generate(6)
-    with torch.no_grad():
-        logits, _ = model(torch.cat([prompt, chosen[:, :-1]], dim=1))
-    assert relative_error(decoder.logits, logits[:, -1]) < 5e-4
-    assert torch.equal(chosen, logits[:, 69:].argmax(-1))

@@ -7,14 +7,13 @@ import functools
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from flaop.nn import LAYERS, HybridConfig, HybridModel, RMSNorm, ShortConvolution
 from flaop.testing import relative_error
+from flaop.testing.compilation import Compiled
 
 CONFIG = HybridConfig(
     vocab_size=32, hidden_size=32, num_layers=2, layers=("kda", "attention"), num_heads=2,
@@ -35,17 +34,6 @@ def tokens(device, batch_size=2, length=80):
 
 def mode_context(mode, device):
     return torch.autocast(device, torch.bfloat16) if mode == "autocast" else MODES[mode]()
-
-
-def recording_backend(seen):
-    """Records the flaop ops of the graphs after AOTAutograd, and runs them as they are."""
-
-    def record(graph_module, _):
-        targets = (str(n.target) for n in graph_module.graph.nodes)
-        seen.append([t.removesuffix(".default") for t in targets if t.startswith("flaop.")])
-        return make_boxed_func(graph_module.forward)
-
-    return aot_autograd(fw_compiler=record, bw_compiler=record)
 
 
 def test_pieces_equal_one_call(device):
@@ -75,22 +63,20 @@ def test_packed_equals_each_sequence_alone(device):
 @pytest.mark.parametrize("mode", MODES)
 def test_one_graph_in_every_mode(device, mode):
     model = HybridModel(dataclasses.replace(CONFIG, layers=("kda",))).to(device)
-    seen = []
-    backend = recording_backend(seen)
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
+    compiled = Compiled(model, dynamic=True)
     x, other_shape = tokens(device, 2, 80), tokens(device, 3, 100)
     with mode_context(mode, device):
-        compiled(other_shape)
-        got, want = compiled(x)[0], model(x)[0]
+        compiled.call(other_shape)
+        got, want = compiled.call(x)[0], model(x)[0]
     assert got.dtype == want.dtype
     assert relative_error(got.float(), want.float()) < (2e-2 if mode == "autocast" else 1e-4)
     if mode in ("no_grad", "inference_mode"):
-        assert seen == [["flaop.chunk_kda"] * 2]
+        assert compiled.graphs == [["chunk_kda"] * 2]
         return
     parameters = list(model.parameters())
     gradients = torch.autograd.grad(got.float().square().sum(), parameters)
     expected = torch.autograd.grad(want.float().square().sum(), parameters)
-    assert seen == [["flaop.chunk_kda_fwd"] * 2, ["flaop.chunk_kda_bwd"] * 2]
+    assert compiled.graphs == [["chunk_kda_fwd"] * 2, ["chunk_kda_bwd"] * 2]
     for (name, _), a, b in zip(model.named_parameters(), gradients, expected, strict=True):
         assert relative_error(a, b) < (6e-2 if mode == "autocast" else 5e-4), name
 
@@ -113,15 +99,14 @@ def test_inductor(device):
 
 def test_decode_step_compiles_once(device):
     model = HybridModel(CONFIG).to(device)
-    seen = []
-    step = torch.compile(model.extend, fullgraph=True, backend=recording_backend(seen))
+    step = Compiled(model.extend, dynamic=None)
     x = tokens(device)
     cache = model.make_cache(2, max_length=80)
     outputs = [model.extend(x[:, :70], cache)]
-    outputs += [step(x[:, t : t + 1], cache) for t in range(70, 80)]
+    outputs += [step.call(x[:, t : t + 1], cache) for t in range(70, 80)]
     with torch.no_grad():
         assert relative_error(torch.cat(outputs, dim=1), model(x)[0]) < 1e-4
-    assert seen == [["flaop.fused_recurrent_kda"]]
+    assert step.graphs == [["kda_step_"]]
 
 
 class _Count(TorchDispatchMode):

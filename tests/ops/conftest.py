@@ -208,6 +208,12 @@ def delta_device(request):
     return request.param
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def step_device(request, single_thread):
+    """The device of the tests of the decode ops, whose kernels compile in a second."""
+    return request.param
+
+
 @pytest.fixture
 def poisoned_memory():
     """Memory that nothing wrote reads as NaN, workspaces included."""

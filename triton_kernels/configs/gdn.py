@@ -3,6 +3,10 @@
 from . import delta
 from .delta import tile
 
+# lines of numbers per token that delta/scalar.py lays ready, and those of their gradients
+PARTS = 9
+D_PARTS = 3
+
 
 def pairs(arch, K, V, dtype):
     """chunk_gdn_fwd_kernel_pairs: K walked in slabs."""

@@ -36,7 +36,7 @@ from .pairs import (
 from .rows import chunk_position, load_beta, load_gate, load_raw_gate, reciprocal_norm
 
 
-@triton.jit(do_not_specialize=["scale", "T", "B", "HV"])
+@triton.jit(do_not_specialize=["scale", "T", "B", "HV", "part"])
 def chunk_kda_bwd_kernel_values(
     v,  # [B, T, HV, V]
     beta,  # [B, T, HV]
@@ -48,13 +48,14 @@ def chunk_kda_bwd_kernel_values(
     dv,  # [B, T, HV, V], written
     dA_qk,  # [B, T, HV, BT], written with HAS_DO
     dL,  # [B, T, HV, BT], written
-    dbeta,  # [B, T, HV] fp32, written: the part through beta v
+    dbeta,  # [parts, B, T, HV] fp32, the one at `part` written: through beta v
     bounds,  # [N+1] int64 or None
     table,  # [rows, 2] int32 or None
     scale,
     T,
     B,
     HV,
+    part,
     V: tl.constexpr,
     BT: tl.constexpr,
     BV: tl.constexpr,
@@ -96,7 +97,8 @@ def chunk_kda_bwd_kernel_values(
         if HAS_DO:
             b_do = tl.load(do + p_tv, mask=m_tv, other=0.0)
             b_dAqk = tl.dot(b_do, b_vn, b_dAqk, input_precision=PRECISION)
-    tl.store(dbeta + o_hv, b_db, mask=m_t)
+    p_dbeta = dbeta + part.to(tl.int64) * B * T * HV + o_hv
+    tl.store(p_dbeta, b_db, mask=m_t)
     b_dL = tl.where(o_t[:, None] > o_t[None, :], -b_dL, 0.0)
     tl.store(dL + p_A, b_dL.to(dtype), mask=m_t[:, None])
     if HAS_DO:

@@ -75,12 +75,18 @@ def decay_state(b_s, b_g, GATES: tl.constexpr):
 
 
 @triton.jit
-def log2_gate_of(x, b_a_log, b_bias, lower_bound, USE_GATE: tl.constexpr, BOUNDED: tl.constexpr):
-    """Floored base-2 log gate from the gate argument as loaded."""
+def log_gate_of(x, b_a_log, b_bias, lower_bound, USE_GATE: tl.constexpr, BOUNDED: tl.constexpr):
+    """Natural-log gate from the gate argument as loaded."""
     b_g = x.to(tl.float32)
     if USE_GATE:
         b_g = gate_fwd(b_g, b_a_log, b_bias, lower_bound, BOUNDED)
-    return log2_gate(b_g)
+    return b_g
+
+
+@triton.jit
+def log2_gate_of(x, b_a_log, b_bias, lower_bound, USE_GATE: tl.constexpr, BOUNDED: tl.constexpr):
+    """Floored base-2 log gate from the gate argument as loaded."""
+    return log2_gate(log_gate_of(x, b_a_log, b_bias, lower_bound, USE_GATE, BOUNDED))
 
 
 @triton.jit
@@ -105,6 +111,16 @@ def key_row(x, USE_L2NORM: tl.constexpr):
     if USE_L2NORM:
         b_x = l2norm_fwd(b_x, 0)
     return b_x
+
+
+@triton.jit
+def delta_token(b_s, b_q, b_k, b_v, b_g, b_beta, GATES: tl.constexpr):
+    """(S, u, o) of a token, from the state before it, scaled q and the base-2 log gates; fp32."""
+    b_s = decay_state(b_s, b_g, GATES)
+    b_u = b_v - tl.sum(b_s * b_k[:, None], 0)
+    b_u *= b_beta
+    b_o = tl.sum(b_s * b_q[:, None], 0) + tl.sum(b_q * b_k, 0) * b_u
+    return tl.fma(b_k[:, None], b_u[None, :], b_s), b_u, b_o
 
 
 @triton.jit(do_not_specialize=["scale", "lower_bound", "T"])
@@ -191,11 +207,8 @@ def fused_recurrent_delta_fwd_kernel(
         b_q = key_row(b_q, USE_L2NORM) * scale
         b_k = key_row(b_k, USE_L2NORM)
         b_g = log2_gate_of(b_g, b_a_log, b_bias, lower_bound, USE_GATE, BOUNDED)
-        b_s = decay_state(b_s, b_g, GATES)
-        b_u = b_v.to(tl.float32) - tl.sum(b_s * b_k[:, None], 0)
-        b_u *= beta_fwd(b_beta.to(tl.float32), USE_BETA_SIGMOID, NEG_EIGVAL)
-        b_o = tl.sum(b_s * b_q[:, None], 0) + tl.sum(b_q * b_k, 0) * b_u
-        b_s += b_k[:, None] * b_u[None, :]
+        b_beta = beta_fwd(b_beta.to(tl.float32), USE_BETA_SIGMOID, NEG_EIGVAL)
+        b_s, b_u, b_o = delta_token(b_s, b_q, b_k, b_v.to(tl.float32), b_g, b_beta, GATES)
         tl.store(p_o, b_o.to(o.dtype.element_ty), mask=m_v)
         p_o += HV * V
         if STORE_U:

@@ -9,6 +9,7 @@ hold gates of 0 and factors of 0.
 import triton
 import triton.language as tl
 
+from ..configs import gdn as configs
 from .gates import LOG2_GATE_FLOOR, LOG2E, beta_bwd, gate_bwd, gate_fwd, log2_gate
 from .rows import chunk_position, load_beta
 
@@ -21,14 +22,14 @@ NORM_K = tl.constexpr(5)
 READ = tl.constexpr(6)  # scale BEFORE NORM_Q: of what q reads from the entering state
 ERASE = tl.constexpr(7)  # BEFORE NORM_K: of what k reads from the entering state
 WRITE = tl.constexpr(8)  # AFTER NORM_K: of what k writes to the leaving state
-PARTS = tl.constexpr(9)
+PARTS = tl.constexpr(configs.PARTS)
 
 # parts of the gradients `d_tokens` [NK + 1, rows, HV, D_PARTS, BT] fp32: a set for each slab of
 # channels, and one for what values make of D_BETA
 D_GATE = tl.constexpr(0)  # of the decays a token is in as row, less those as column
 D_BETA = tl.constexpr(1)  # of the activated beta
 D_WRITE = tl.constexpr(2)  # of its write to the leaving state, times the write
-D_PARTS = tl.constexpr(3)
+D_PARTS = tl.constexpr(configs.D_PARTS)
 
 
 @triton.jit

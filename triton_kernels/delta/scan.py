@@ -41,7 +41,7 @@ def chunk_delta_fwd_kernel_scan(
     A_qk,  # [B, T, HV, BT] or None
     o,  # [B, T, HV, V], written with OUTPUT; may be u itself
     v_new,  # [B, T, HV, V], written with STORE_V; may be u itself
-    h,  # [rows, HV, K, V], written with STORE_H
+    h,  # [rows', HV, K, V], written with STORE_H
     h0,  # [N, HV, K, V] (or V first) or None
     ht,  # [N, HV, K, V] (or V first) fp32, written; carries the state between launches
     bounds,  # [N+1] int64 or None
@@ -102,8 +102,7 @@ def chunk_delta_fwd_kernel_scan(
         m_t = o_t < b_len - i_c * BT
         if STORE_H:
             # store before update: the state that enters the chunk
-            o_h = (row.to(tl.int64) * HV + i_hv) * K * V
-            p_h = h + o_h + o_k[:, None] * V + o_v[None, :]
+            p_h = h + o_r * K * V + o_k[:, None] * V + o_v[None, :]
             tl.store(p_h, b_S.to(h.dtype.element_ty), mask=m_s)
         p_tk = o_r * BT * K + o_t[:, None] * K + o_k[None, :]
         o_tv = ((bos + i_c * BT + o_t) * HV + i_hv)[:, None] * V + o_v[None, :]

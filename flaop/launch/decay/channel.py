@@ -1,19 +1,14 @@
 """Launchers of the stages within a chunk for channel gates (gla), one function per kernel."""
 
 from flaop.triton_kernels.configs import decay_channel as configs
-from flaop.triton_kernels.decay.bwd_channel import (
-    chunk_gla_bwd_kernel_intra,
-    chunk_gla_bwd_kernel_pairs,
-)
-from flaop.triton_kernels.decay.intra import chunk_gla_fwd_kernel_intra
 
 from .. import cuda
 from ..kernel import Kernel
 from .problem import CHUNK
 
-_intra = Kernel(chunk_gla_fwd_kernel_intra)
-_pairs_backward = Kernel(chunk_gla_bwd_kernel_pairs)
-_intra_backward = Kernel(chunk_gla_bwd_kernel_intra)
+_intra = Kernel("decay.intra", "chunk_gla_fwd_kernel_intra")
+_pairs_backward = Kernel("decay.bwd_channel", "chunk_gla_bwd_kernel_pairs")
+_intra_backward = Kernel("decay.bwd_channel", "chunk_gla_bwd_kernel_intra")
 
 
 def run_intra(p, A, qg, kg, decay, row0, row1):

@@ -71,7 +71,9 @@ def _carries(p, count):
     """Room for `count` sets of the states that a boundary between segments cuts."""
     call = p.call
     cut = call.B if p.table is None else 1
-    shape = (max(count, 1), cut, call.HV, call.K, call.V)
+    size = cut * call.HV * call.K * call.V
+    # each starts at a multiple of 16 bytes
+    shape = (max(count, 1), -(-size // 4) * 4)
     return p.v.new_empty(shape, dtype=torch.float32).unbind(0)
 
 
@@ -87,19 +89,26 @@ def _zeroed(p, *shape, dtype):
     return x
 
 
-def forward(call):
-    """(o, final_state or None). Workspace: at most WORKSPACE bytes, gla's A beside it."""
-    return forward_residuals(call)[:2]
+def forward(call, visit=None):
+    """(o, final_state or None). Workspace: at most WORKSPACE bytes, gla's A beside it.
+
+    visit(p, h, row0, row1) is called after each segment with the states [rows', HV, K, V] fp32 that
+    enter its chunks.
+    """
+    return forward_residuals(call, visit)[:2]
 
 
-def forward_residuals(call):
+def forward_residuals(call, visit=None):
     """(o, final_state or None), and A [B, T, HV, 64] with channel gates."""
     p = problem(call)
+    if visit is not None:
+        p = p._replace(stored_state=torch.float32)
     o = _zeroed(p, call.HV, call.V, dtype=p.v.dtype)
     A = _zeroed(p, call.HV, CHUNK, dtype=p.q.dtype) if p.channel else None
     # always there: whether it is asked for, or carries the state between segments, compiles nothing
     ht = o.new_empty(p.state_shape, dtype=torch.float32)
-    fits = fits_scan(p)
+    # the fused scan keeps no states
+    fits = visit is None and fits_scan(p)
     row_bytes = _row_bytes(p, 0 if fits else 1)
     segments = _segments(p, row_bytes, WORKSPACE) if row_bytes else [(0, p.rows)]
     work = _decayed(p, segments[0][1])
@@ -114,6 +123,8 @@ def forward_residuals(call):
         else:
             run(*_between(carries, i), row0, row1)
             run_outputs(p, h, o, row0, row1, work, A)
+        if visit is not None:
+            visit(p, h, row0, row1)
     final_state = ht if call.output_final_state else None
     return (o, final_state, A) if p.channel else (o, final_state)
 

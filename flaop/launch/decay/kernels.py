@@ -9,25 +9,17 @@ from typing import NamedTuple
 import torch
 
 from flaop.triton_kernels.configs import decay as configs
-from flaop.triton_kernels.decay.bwd import (
-    chunk_bwd_kernel_qk,
-    chunk_bwd_kernel_v,
-    sum_heads_kernel,
-)
-from flaop.triton_kernels.decay.outputs import chunk_fwd_kernel_o
-from flaop.triton_kernels.decay.scan import chunk_fwd_kernel_scan
-from flaop.triton_kernels.decay.states import chunk_bwd_kernel_dh, chunk_fwd_kernel_h
 
 from ..kernel import Kernel, arch
 from .problem import DTYPE_NAMES
 
-_states = Kernel(chunk_fwd_kernel_h)
-_states_backward = Kernel(chunk_bwd_kernel_dh)
-_scan = Kernel(chunk_fwd_kernel_scan)
-_outputs = Kernel(chunk_fwd_kernel_o)
-_qk_backward = Kernel(chunk_bwd_kernel_qk)
-_v_backward = Kernel(chunk_bwd_kernel_v)
-_sum_heads = Kernel(sum_heads_kernel)
+_states = Kernel("decay.states", "chunk_fwd_kernel_h")
+_states_backward = Kernel("decay.states", "chunk_bwd_kernel_dh")
+_scan = Kernel("decay.scan", "chunk_fwd_kernel_scan")
+_outputs = Kernel("decay.outputs", "chunk_fwd_kernel_o")
+_qk_backward = Kernel("decay.bwd", "chunk_bwd_kernel_qk")
+_v_backward = Kernel("decay.bwd", "chunk_bwd_kernel_v")
+_sum_heads = Kernel("decay.bwd", "sum_heads_kernel")
 
 
 class Decayed(NamedTuple):

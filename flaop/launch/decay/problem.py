@@ -8,7 +8,6 @@ at once; tensors with one entry a row that live for a segment alone are indexed 
 from typing import NamedTuple
 
 import torch
-import triton.language as tl
 
 from ..kernel import arch, configured, prepare
 from ..table import chunk_table
@@ -30,7 +29,7 @@ class Problem(NamedTuple):
     table: object  # ChunkTable or None
     rows: int  # (sequence, chunk) rows of the grid
     precision: str  # of products of the input dtype
-    state_dtype: tl.dtype  # operand dtype of products with the state
+    state_dtype: torch.dtype  # operand dtype of products with the state
     stored_state: torch.dtype  # of states kept per chunk
 
     def config(self, function, *flags):
@@ -74,7 +73,7 @@ class Problem(NamedTuple):
 
 def gate_dtype(q):
     """Of sums of scalar gates."""
-    return tl.float64 if q.dtype == torch.float32 else tl.float32
+    return torch.float64 if q.dtype == torch.float32 else torch.float32
 
 
 def row_count(B, T, N, packed, chunk=CHUNK):
@@ -95,6 +94,6 @@ def problem(call):
         rows=rows,
         precision="tf32x3" if dtype == torch.float32 else "tf32",
         # 65504 is less than a sum of values may reach
-        state_dtype=tl.bfloat16 if dtype == torch.bfloat16 else tl.float32,
+        state_dtype=torch.bfloat16 if dtype == torch.bfloat16 else torch.float32,
         stored_state=torch.bfloat16 if dtype == torch.bfloat16 else torch.float32,
     )

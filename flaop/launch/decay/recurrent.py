@@ -5,16 +5,14 @@ import torch
 from flaop.launch.kernel import Kernel, arch, prepare
 from flaop.launch.table import chunk_table, zero_outside
 from flaop.triton_kernels.configs import decay_recurrent as configs
-from flaop.triton_kernels.decay import recurrent as fwd
-from flaop.triton_kernels.decay import recurrent_bwd as bwd
 
 from .problem import CHUNK, DTYPE_NAMES, row_count
 
-_fwd = Kernel(fwd.fused_recurrent_decay_fwd_kernel)
-_bwd_reverse = Kernel(bwd.fused_recurrent_decay_bwd_kernel_reverse)
-_bwd_forward = Kernel(bwd.fused_recurrent_decay_bwd_kernel_forward)
-_bwd_rows = Kernel(bwd.fused_recurrent_decay_bwd_kernel_rows)
-_bwd_gate = Kernel(bwd.fused_recurrent_decay_bwd_kernel_gate)
+_fwd = Kernel("decay.recurrent", "fused_recurrent_decay_fwd_kernel")
+_bwd_reverse = Kernel("decay.recurrent_bwd", "fused_recurrent_decay_bwd_kernel_reverse")
+_bwd_forward = Kernel("decay.recurrent_bwd", "fused_recurrent_decay_bwd_kernel_forward")
+_bwd_rows = Kernel("decay.recurrent_bwd", "fused_recurrent_decay_bwd_kernel_rows")
+_bwd_gate = Kernel("decay.recurrent_bwd", "fused_recurrent_decay_bwd_kernel_gate")
 
 _TENSORS = ("q", "k", "v", "g", "g_gamma", "gv", "initial_state")
 

@@ -4,20 +4,16 @@ Tensors are as the stage ops check them (flaop.validation.stages).
 """
 
 import torch
-import triton.language as tl
 
 from flaop.triton_kernels.configs import decay as configs
-from flaop.triton_kernels.decay.cumsum import chunk_local_cumsum_kernel
-from flaop.triton_kernels.decay.outputs import chunk_fwd_kernel_o
-from flaop.triton_kernels.decay.states import chunk_fwd_kernel_h
 
 from ..kernel import Kernel, arch, prepare
 from ..table import chunk_table, zero_outside, zero_unused
 from .problem import DTYPE_NAMES, gate_dtype, row_count
 
-_cumsum = Kernel(chunk_local_cumsum_kernel)
-_states = Kernel(chunk_fwd_kernel_h)
-_outputs = Kernel(chunk_fwd_kernel_o)
+_cumsum = Kernel("decay.cumsum", "chunk_local_cumsum_kernel")
+_states = Kernel("decay.states", "chunk_fwd_kernel_h")
+_outputs = Kernel("decay.outputs", "chunk_fwd_kernel_o")
 
 
 def _table(cu_seqlens, B, T, chunk_size):
@@ -150,7 +146,7 @@ def fwd_o(
             "GATE_DTYPE": gate_dtype(k),
             "DECAYED": False, "CUMULATIVE": True, "V_FIRST": state_v_first,
             "IS_VARLEN": table is not None, "PRECISION": _precision(q),
-            "STATE_DTYPE": tl.bfloat16 if narrow else tl.float32,
+            "STATE_DTYPE": torch.bfloat16 if narrow else torch.float32,
         },
         **options,
     )  # fmt: skip

@@ -22,16 +22,25 @@ from .stages import (
 WORKSPACE = 320 << 20  # bytes of per-chunk operands that one pass over the sequences may take
 
 
-def _workspace(p, rows):
+def _workspace(p, rows, apart=False):
+    """apart: tensors of their own, as an op may return them; else in one allocation."""
     HV, K = p.call.HV, p.call.K
-    w, qg, kg = (p.q.new_empty(rows, HV, CHUNK, K) for _ in range(3))
+    shape = (rows, HV, CHUNK, K)
+    if apart:
+        w, qg, kg = (p.q.new_empty(shape) for _ in range(3))
+    else:
+        w, qg, kg = p.q.new_empty(3, *shape).unbind(0)
     return Workspace(w, qg, kg, p.q.new_empty(rows, HV, K, dtype=torch.float32))
 
 
-def _segments(p):
-    """Ranges of rows that are worked on one after the other, so that the workspace stays bounded.
+def _segments(p, states=False):
+    """Ranges of rows that are worked on one after the other, so that the workspace stays bounded,
+    with a state for each row or without.
     """
-    row_bytes = 3 * p.call.HV * CHUNK * p.call.K * p.q.element_size()
+    call = p.call
+    row_bytes = 3 * call.HV * CHUNK * call.K * p.q.element_size()
+    if states:
+        row_bytes += call.HV * call.K * call.V * p.stored_state.itemsize
     count = max(1, -(-p.rows * row_bytes // WORKSPACE))
     step = -(-p.rows // count)
     if p.table is None:
@@ -52,24 +61,34 @@ def _outputs(p):
     return o
 
 
-def forward(call):
+def forward(call, visit=None):
     """(o, final_state or None), keeping nothing.
 
-    Workspace: A_qk, A where a kernel of its own reads it, and at most WORKSPACE bytes.
+    visit(p, h, row0, row1) is called after each segment with the states [rows', HV, K, V] fp32 that
+    enter its chunks. Workspace: A_qk, A where a kernel of its own reads it, and at most WORKSPACE
+    bytes.
     """
     p = problem(call)
+    h = None
+    if visit is not None:
+        p = p._replace(stored_state=torch.float32)
     o = _outputs(p)
     A_qk = p.q.new_empty(call.B, call.T, call.HV, CHUNK)
     A = None if cuda.serves_kda(call) else torch.empty_like(A_qk)
-    segments = _segments(p)
+    segments = _segments(p, visit is not None)
+    if visit is not None:
+        h = new_states(p, segments[0][1])
     # always there: whether it is asked for, or carries the state between segments, compiles nothing
     ht = o.new_empty(p.state_shape, dtype=torch.float32)
     work = _workspace(p, segments[0][1])
     # U waits in the place of o: each tile is read before it is written
-    run_intra, run_scan = intra(p, A, A_qk, o, work), scan(p, o, work, A_qk=A_qk, o=o, ht=ht)
+    run_intra = intra(p, A, A_qk, o, work)
+    run_scan = scan(p, o, work, A_qk=A_qk, o=o, h=h, ht=ht)
     for rows in segments:
         run_intra(*rows)
         run_scan(*rows)
+        if visit is not None:
+            visit(p, h, *rows)
     return o, ht if call.output_final_state else None
 
 
@@ -87,7 +106,7 @@ def forward_residuals(call):
     if keep:
         v_new = _outputs(p)
         h = new_states(p)
-    work = _workspace(p, segments[0][1])
+    work = _workspace(p, segments[0][1], apart=keep)
     if keep:
         for x in (*work, h):
             zero_unused(x, p.table)

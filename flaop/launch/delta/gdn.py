@@ -31,16 +31,23 @@ def _final_state(p):
     return p.v.new_empty(p.state_shape, dtype=torch.float32)
 
 
-def forward(call):
+def forward(call, visit=None):
     """(o, final_state or None), keeping nothing.
 
-    Workspace: A, A_qk and nine fp32 numbers a token and value head.
+    visit(p, h, 0, rows) is called with the states [rows, HV, K, V] fp32 that enter the chunks.
+    Workspace: A, A_qk and nine fp32 numbers a token and value head, and those states.
     """
     p = scalar_problem(call)
+    h = None
+    if visit is not None:
+        p = p._replace(stored_state=torch.float32)
+        h = new_states(p)
     A, A_qk = _pair_matrices(p)
     o, ht = _values(p), _final_state(p)
     factors = run_pairs(p, A, A_qk)
-    run_scan(p, factors, A, A_qk, o=o, ht=ht)
+    run_scan(p, factors, A, A_qk, o=o, h=h, ht=ht)
+    if visit is not None:
+        visit(p, h, 0, p.rows)
     return o, ht if call.output_final_state else None
 
 

@@ -5,34 +5,19 @@ from typing import NamedTuple
 import torch
 
 from flaop.triton_kernels.configs import gdn as configs
-from flaop.triton_kernels.delta.gdn_bwd import (
-    chunk_gdn_bwd_kernel_intra,
-    chunk_gdn_bwd_kernel_values,
-)
-from flaop.triton_kernels.delta.gdn_intra import chunk_gdn_fwd_kernel_pairs
-from flaop.triton_kernels.delta.gdn_scan import (
-    chunk_gdn_bwd_kernel_scan,
-    chunk_gdn_fwd_kernel_scan,
-)
-from flaop.triton_kernels.delta.scalar import (
-    D_PARTS,
-    PARTS,
-    chunk_gdn_bwd_kernel_gates,
-    chunk_gdn_fwd_kernel_gates,
-)
 
 from ..kernel import Kernel, processors
 from ..table import zero_outside
 from .problem import CHUNK
 from .stages import new_states, run_qk_backward
 
-_gates = Kernel(chunk_gdn_fwd_kernel_gates)
-_pairs = Kernel(chunk_gdn_fwd_kernel_pairs)
-_scan = Kernel(chunk_gdn_fwd_kernel_scan)
-_scan_backward = Kernel(chunk_gdn_bwd_kernel_scan)
-_values_backward = Kernel(chunk_gdn_bwd_kernel_values)
-_intra_backward = Kernel(chunk_gdn_bwd_kernel_intra)
-_gates_backward = Kernel(chunk_gdn_bwd_kernel_gates)
+_gates = Kernel("delta.scalar", "chunk_gdn_fwd_kernel_gates")
+_pairs = Kernel("delta.gdn_intra", "chunk_gdn_fwd_kernel_pairs")
+_scan = Kernel("delta.gdn_scan", "chunk_gdn_fwd_kernel_scan")
+_scan_backward = Kernel("delta.gdn_scan", "chunk_gdn_bwd_kernel_scan")
+_values_backward = Kernel("delta.gdn_bwd", "chunk_gdn_bwd_kernel_values")
+_intra_backward = Kernel("delta.gdn_bwd", "chunk_gdn_bwd_kernel_intra")
+_gates_backward = Kernel("delta.scalar", "chunk_gdn_bwd_kernel_gates")
 
 
 HEADS = 16  # value heads of a program of the gate kernels
@@ -63,7 +48,7 @@ def run_pairs(p, A=None, A_qk=None):
     Grids: (row, block of value heads), then (row, value head).
     """
     call = p.call
-    factors = Factors(_per_row(p, PARTS.value, CHUNK), _per_row(p))
+    factors = Factors(_per_row(p, configs.PARTS, CHUNK), _per_row(p))
     _gates(
         (p.rows * -(-call.HV // HEADS),),
         (
@@ -169,7 +154,7 @@ def run_intra_backward(p, factors, v_new, h, do, dR, dh):
             zero_outside(x, p.table)
     tiles, options = p.config(configs.bwd_intra)
     slabs = -(-call.K // tiles["BK"])
-    d_tokens = _per_row(p, D_PARTS.value, CHUNK, sets=slabs + 1)
+    d_tokens = _per_row(p, configs.D_PARTS, CHUNK, sets=slabs + 1)
     d_states = _per_row(p, sets=slabs)
     M_kk = p.q.new_empty(call.B, call.T, call.HV, CHUNK)
     M_qk = None if do is None else torch.empty_like(M_kk)

@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import torch
-import triton.language as tl
 
 from ..kernel import arch, configured, prepare
 from ..table import chunk_table
@@ -30,8 +29,8 @@ class Problem(NamedTuple):
     gate: dict  # constexprs of the in-kernel options
     precision: str  # of products of the input dtype
     split: bool  # sums of gates from two fp16 terms
-    inverse_dtype: tl.dtype  # operand dtype of the triangular inverse
-    state_dtype: tl.dtype  # operand dtype of products with the state
+    inverse_dtype: torch.dtype  # operand dtype of the triangular inverse
+    state_dtype: torch.dtype  # operand dtype of products with the state
     stored_state: torch.dtype  # of states kept per chunk
 
     def config(self, function, *flags):
@@ -110,8 +109,8 @@ def _problem(call, gate):
         gate=gate,
         precision="tf32x3" if dtype == torch.float32 else "tf32",
         split=dtype != torch.float32,
-        inverse_dtype=tl.float32 if dtype == torch.float32 else tl.float16,
+        inverse_dtype=torch.float32 if dtype == torch.float32 else torch.float16,
         # 65504 is less than a sum of values may reach
-        state_dtype=tl.bfloat16 if dtype == torch.bfloat16 else tl.float32,
+        state_dtype=torch.bfloat16 if dtype == torch.bfloat16 else torch.float32,
         stored_state=torch.bfloat16 if dtype == torch.bfloat16 else torch.float32,
     )

@@ -5,20 +5,17 @@ Tensors are as the stage ops check them (flaop.validation.delta_stages).
 """
 
 import torch
-import triton.language as tl
 
 from flaop.triton_kernels.configs import gdn as configs
-from flaop.triton_kernels.delta.states import chunk_delta_fwd_kernel_h, recompute_w_u_kernel
-from flaop.triton_kernels.delta.triangle import solve_tril_bwd_kernel, solve_tril_kernel
 
 from ..kernel import Kernel, arch, prepare
 from ..table import chunk_table, zero_outside, zero_unused
 from .problem import DTYPE_NAMES
 
-_solve = Kernel(solve_tril_kernel)
-_solve_backward = Kernel(solve_tril_bwd_kernel)
-_w_u = Kernel(recompute_w_u_kernel)
-_states = Kernel(chunk_delta_fwd_kernel_h)
+_solve = Kernel("delta.triangle", "solve_tril_kernel")
+_solve_backward = Kernel("delta.triangle", "solve_tril_bwd_kernel")
+_w_u = Kernel("delta.states", "recompute_w_u_kernel")
+_states = Kernel("delta.states", "chunk_delta_fwd_kernel_h")
 
 
 def _table(cu_seqlens, B, T, chunk_size):
@@ -49,7 +46,7 @@ def solve_tril(L, cu_seqlens=None):
     X = torch.empty_like(L)
     _, rows, bounds, _, table_rows, table = _table(cu_seqlens, B, T, BT)
     zero_outside(X, table)
-    compute = tl.float64 if L.dtype == torch.float32 else tl.float32
+    compute = torch.float64 if L.dtype == torch.float32 else torch.float32
     _solve(
         (rows * H,),
         (L, X, bounds, table_rows, T, B, H),
@@ -134,7 +131,7 @@ def chunk_delta_fwd_h(
         tiles | {
             "USE_G": g is not None, "USE_GK": gk is not None, "HAS_H0": h0 is not None,
             "V_FIRST": state_v_first, "IS_VARLEN": table is not None, "PRECISION": _precision(k),
-            "STATE_DTYPE": tl.bfloat16 if narrow else tl.float32,
+            "STATE_DTYPE": torch.bfloat16 if narrow else torch.float32,
         },
         **options,
     )  # fmt: skip

@@ -9,14 +9,12 @@ import torch
 from flaop.launch.kernel import Kernel, arch, prepare
 from flaop.launch.table import chunk_table, zero_outside
 from flaop.triton_kernels.configs import recurrent as configs
-from flaop.triton_kernels.delta import recurrent as fwd
-from flaop.triton_kernels.delta import recurrent_bwd as bwd
 
-_fwd = Kernel(fwd.fused_recurrent_delta_fwd_kernel)
-_bwd_reverse = Kernel(bwd.fused_recurrent_delta_bwd_kernel_reverse)
-_bwd_forward = Kernel(bwd.fused_recurrent_delta_bwd_kernel_forward)
-_bwd_qk = Kernel(bwd.fused_recurrent_delta_bwd_kernel_qk)
-_bwd_gate = Kernel(bwd.fused_recurrent_delta_bwd_kernel_gate)
+_fwd = Kernel("delta.recurrent", "fused_recurrent_delta_fwd_kernel")
+_bwd_reverse = Kernel("delta.recurrent_bwd", "fused_recurrent_delta_bwd_kernel_reverse")
+_bwd_forward = Kernel("delta.recurrent_bwd", "fused_recurrent_delta_bwd_kernel_forward")
+_bwd_qk = Kernel("delta.recurrent_bwd", "fused_recurrent_delta_bwd_kernel_qk")
+_bwd_gate = Kernel("delta.recurrent_bwd", "fused_recurrent_delta_bwd_kernel_gate")
 
 CHUNK = 64  # tokens of one suffix sum of the gate gradient
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

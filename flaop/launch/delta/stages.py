@@ -9,34 +9,20 @@ from typing import NamedTuple
 import torch
 
 from flaop.triton_kernels.configs import delta as configs
-from flaop.triton_kernels.delta.bwd import (
-    chunk_kda_bwd_kernel_intra,
-    chunk_kda_bwd_kernel_values,
-    kda_bwd_kernel_beta,
-    kda_bwd_kernel_qk,
-)
-from flaop.triton_kernels.delta.intra import (
-    chunk_kda_fwd_kernel_pairs,
-    chunk_kda_fwd_kernel_wy,
-)
-from flaop.triton_kernels.delta.scan import (
-    chunk_delta_bwd_kernel_scan,
-    chunk_delta_fwd_kernel_scan,
-)
 
 from .. import cuda
 from ..kernel import Kernel, not_warmed
 from ..table import zero_outside
 from .problem import CHUNK
 
-_pairs = Kernel(chunk_kda_fwd_kernel_pairs)
-_wy = Kernel(chunk_kda_fwd_kernel_wy)
-_scan = Kernel(chunk_delta_fwd_kernel_scan)
-_scan_backward = Kernel(chunk_delta_bwd_kernel_scan)
-_values_backward = Kernel(chunk_kda_bwd_kernel_values)
-_intra_backward = Kernel(chunk_kda_bwd_kernel_intra)
-_beta_backward = Kernel(kda_bwd_kernel_beta)
-_qk_backward = Kernel(kda_bwd_kernel_qk)
+_pairs = Kernel("delta.intra", "chunk_kda_fwd_kernel_pairs")
+_wy = Kernel("delta.intra", "chunk_kda_fwd_kernel_wy")
+_scan = Kernel("delta.scan", "chunk_delta_fwd_kernel_scan")
+_scan_backward = Kernel("delta.scan", "chunk_delta_bwd_kernel_scan")
+_values_backward = Kernel("delta.bwd", "chunk_kda_bwd_kernel_values")
+_intra_backward = Kernel("delta.bwd", "chunk_kda_bwd_kernel_intra")
+_beta_backward = Kernel("delta.bwd", "kda_bwd_kernel_beta")
+_qk_backward = Kernel("delta.bwd", "kda_bwd_kernel_qk")
 
 _gate_sums = {}
 
@@ -147,10 +133,11 @@ def scan(p, u, work, A_qk=None, o=None, v_new=None, h=None, ht=None):
     return lambda row0, row1: _scan(grid, (*args, row0, row1), constants, **options)
 
 
-def new_states(p):
-    """Room for a state per row, [rows, HV, K, V]."""
+def new_states(p, rows=None):
+    """Room for a state per row (or for so many rows), [rows, HV, K, V]."""
     call = p.call
-    return p.v.new_empty(p.rows, call.HV, call.K, call.V, dtype=p.stored_state)
+    rows = p.rows if rows is None else rows
+    return p.v.new_empty(rows, call.HV, call.K, call.V, dtype=p.stored_state)
 
 
 def run_scan_backward(p, work, A_qk, do, dht, want_dh0):
@@ -251,8 +238,8 @@ def _run_intra_backward(p, A, v_new, h, do, dv_new, dh, complete):
     _values_backward(
         (p.rows * call.HV,),
         (
-            p.v, p.beta, A, v_new, do, dv_new, dv_new, grads.dv, dA_qk, dL, dbeta_parts[slabs],
-            p.bounds, p.table_rows, call.scale, call.T, call.B, call.HV,
+            p.v, p.beta, A, v_new, do, dv_new, dv_new, grads.dv, dA_qk, dL, dbeta_parts,
+            p.bounds, p.table_rows, call.scale, call.T, call.B, call.HV, slabs,
         ),
         {name: values_tiles[name] for name in ("V", "BT", "BV")} | {
             name: flags[name]
