@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..kernel import arch, configured, prepare
+from ..kernel import ABSENT, arch, configured, prepare
 from ..table import chunk_table
 
 CHUNK = 64
@@ -46,16 +46,21 @@ class Problem(NamedTuple):
         return (call.N, call.HV, *last)
 
     @property
+    def B(self):
+        """Sequences of a batch as kernels take it: 0 if packed."""
+        return 0 if self.table else self.call.B
+
+    @property
     def bounds(self):
-        return self.table.bounds if self.table else None
+        return self.table.bounds if self.table else ABSENT[torch.int64]
 
     @property
     def offsets(self):
-        return self.table.offsets if self.table else None
+        return self.table.offsets if self.table else ABSENT[torch.int32]
 
     @property
     def table_rows(self):
-        return self.table.rows if self.table else None
+        return self.table.rows if self.table else ABSENT[torch.int32]
 
 
 def problem(call):
@@ -72,7 +77,6 @@ def problem(call):
         **_activations(call),
         # the centred factors of bounded gates leave the range of fp16
         "BOUNDED": bounded and call.q.dtype != torch.float16,
-        "IS_VARLEN": call.cu_seqlens is not None,
     })  # fmt: skip
 
 
@@ -83,7 +87,6 @@ def scalar_problem(call):
         "USE_GATE": call.use_gate_in_kernel,
         "HAS_BIAS": call.use_gate_in_kernel and call.dt_bias is not None,
         **_activations(call),
-        "IS_VARLEN": call.cu_seqlens is not None,
     })  # fmt: skip
 
 
