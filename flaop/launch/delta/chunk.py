@@ -6,7 +6,6 @@ sequence.
 
 import torch
 
-from .. import cuda
 from ..kernel import prepare
 from ..table import zero_outside, zero_unused
 from .problem import CHUNK, problem
@@ -74,7 +73,7 @@ def forward(call, visit=None):
         p = p._replace(stored_state=torch.float32)
     o = _outputs(p)
     A_qk = p.q.new_empty(call.B, call.T, call.HV, CHUNK)
-    A = None if cuda.serves_kda(call) else torch.empty_like(A_qk)
+    A = None if p.cuda else torch.empty_like(A_qk)
     segments = _segments(p, visit is not None)
     if visit is not None:
         h = new_states(p, segments[0][1])

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 
+from .. import cuda
 from ..kernel import ABSENT, arch, configured, prepare
 from ..table import chunk_table
 
@@ -32,6 +33,7 @@ class Problem(NamedTuple):
     inverse_dtype: torch.dtype  # operand dtype of the triangular inverse
     state_dtype: torch.dtype  # operand dtype of products with the state
     stored_state: torch.dtype  # of states kept per chunk
+    cuda: bool  # the CUDA C++ kernels do what lies within the chunks
 
     def config(self, function, *flags):
         """(constexpr tiles, launch options) of a configuration function for this call."""
@@ -77,7 +79,7 @@ def problem(call):
         **_activations(call),
         # the centred factors of bounded gates leave the range of fp16
         "BOUNDED": bounded and call.q.dtype != torch.float16,
-    })  # fmt: skip
+    }, cuda.serves_kda(call))  # fmt: skip
 
 
 def scalar_problem(call):
@@ -98,7 +100,7 @@ def _activations(call):
     }
 
 
-def _problem(call, gate):
+def _problem(call, gate, served=False):
     B, T, N = call.B, call.T, call.N
     packed = call.cu_seqlens is not None
     rows = max(-(-T // CHUNK) + N - 1, 0) if packed else B * -(-T // CHUNK)
@@ -116,4 +118,5 @@ def _problem(call, gate):
         # 65504 is less than a sum of values may reach
         state_dtype=torch.bfloat16 if dtype == torch.bfloat16 else torch.float32,
         stored_state=torch.bfloat16 if dtype == torch.bfloat16 else torch.float32,
+        cuda=served,
     )

@@ -63,7 +63,7 @@ class Workspace(NamedTuple):
 def intra(p, A, A_qk, u, work, load_A=False):
     """A function of (row0, row1) that launches the within-chunk stages of these rows: pair matrices
     and inverse unless A is given, W, U."""
-    if cuda.serves_kda(p.call):
+    if p.cuda:
         return cuda.kda_intra(p, A, A_qk, u, work, load_A)
 
     def launch(row0, row1):
@@ -201,7 +201,7 @@ def run_intra_backward(p, A, v_new, h, do, dv_new, dh):
     """Gradients within the chunks, with dq and dk of the inputs q and k."""
     call = p.call
     # with bounded gates, where pairs are cheap, the Triton kernels are faster (docs/measured.md)
-    if cuda.serves_kda(call) and not p.gate["BOUNDED"]:
+    if p.cuda and not p.gate["BOUNDED"]:
         complete = call.HV == call.H
         grads = _new_gradients(p, 1, complete)
         cuda.kda_backward(p, A, v_new, h, do, dv_new, dh, *grads)
