@@ -31,7 +31,7 @@ def state_pointers(x, base, o_k, o_v, K: tl.constexpr, V: tl.constexpr, V_FIRST:
         return x + base + o_k[:, None] * V + o_v[None, :]
 
 
-@triton.jit(do_not_specialize=["T", "B", "HV", "row0", "row1", "has_h0"])
+@triton.jit(do_not_specialize=["T", "B", "HV", "row0", "row1", "has_h0", "has_ht"])
 def chunk_delta_fwd_kernel_scan(
     w,  # [rows', HV, BT, K]
     u,  # [B, T, HV, V]
@@ -43,7 +43,7 @@ def chunk_delta_fwd_kernel_scan(
     v_new,  # [B, T, HV, V], written with STORE_V; may be u itself
     h,  # [rows', HV, K, V], written with STORE_H
     h0,  # [N, HV, K, V] (or V first), read if has_h0
-    ht,  # [N, HV, K, V] (or V first) fp32, written; carries the state between launches
+    ht,  # [N, HV, K, V] (or V first) fp32, written if has_ht; carries the state between launches
     bounds,  # [N+1] int64, read where B is 0
     offsets,  # [N+1] int32, the same
     T,
@@ -52,6 +52,7 @@ def chunk_delta_fwd_kernel_scan(
     row0,
     row1,
     has_h0,
+    has_ht,
     K: tl.constexpr,
     V: tl.constexpr,
     BT: tl.constexpr,
@@ -60,7 +61,6 @@ def chunk_delta_fwd_kernel_scan(
     OUTPUT: tl.constexpr,
     STORE_V: tl.constexpr,
     STORE_H: tl.constexpr,
-    STORE_FINAL: tl.constexpr,
     V_FIRST: tl.constexpr,
     PRECISION: tl.constexpr,
     STATE_DTYPE: tl.constexpr,
@@ -83,18 +83,22 @@ def chunk_delta_fwd_kernel_scan(
         if not m_empty:
             return
 
-    b_S = tl.zeros([BK, BV], dtype=tl.float32)
+    p_ht = state_pointers(ht, o_s, o_k, o_v, K, V, V_FIRST)
+    m_ht = m_s & (has_ht != 0)
     if c0 == 0:
         p_h0 = state_pointers(h0, o_s, o_k, o_v, K, V, V_FIRST)
         b_S = tl.load(p_h0, mask=m_s & (has_h0 != 0), other=0.0).to(tl.float32)
     else:
-        if STORE_FINAL:
-            p_ht = state_pointers(ht, o_s, o_k, o_v, K, V, V_FIRST)
-            b_S = tl.load(p_ht, mask=m_s, other=0.0)
+        b_S = tl.load(p_ht, mask=m_ht, other=0.0)
 
+    # one chunk ahead: nothing but this load would keep a chunk waiting for memory
+    o_first = (first + c0 * step - row0).to(tl.int64) * HV + i_hv
+    b_decay = tl.load(decay + o_first * K + o_k, mask=m_k & (c0 < c1), other=0.0)
     for i_c in range(c0, c1):
         row = first + i_c * step
         o_r = (row - row0).to(tl.int64) * HV + i_hv
+        p_decay = decay + (o_r + step * HV) * K + o_k
+        b_next = tl.load(p_decay, mask=m_k & (i_c + 1 < c1), other=0.0)
         m_t = o_t < b_len - i_c * BT
         if STORE_H:
             # store before update: the state that enters the chunk
@@ -106,7 +110,6 @@ def chunk_delta_fwd_kernel_scan(
         b_w = tl.load(w + p_tk, mask=m_k[None, :], other=0.0)
         b_u = tl.load(u + o_tv, mask=m_tv, other=0.0)
         b_kg = tl.load(kg + p_tk, mask=m_k[None, :], other=0.0)
-        b_decay = tl.load(decay + o_r * K + o_k, mask=m_k, other=0.0)
         b_Sd = b_S.to(STATE_DTYPE)
         b_v = b_u - tl.dot(b_w.to(STATE_DTYPE), b_Sd, input_precision=PRECISION)
         b_vd = b_v.to(u.dtype.element_ty)
@@ -121,10 +124,9 @@ def chunk_delta_fwd_kernel_scan(
             tl.store(v_new + o_tv, b_vd, mask=m_tv)
         b_S *= b_decay[:, None]
         b_S = tl.dot(tl.trans(b_kg), b_vd, b_S, input_precision=PRECISION)
+        b_decay = b_next
 
-    if STORE_FINAL:
-        p_ht = state_pointers(ht, o_s, o_k, o_v, K, V, V_FIRST)
-        tl.store(p_ht, b_S, mask=m_s)
+    tl.store(p_ht, b_S, mask=m_ht)
 
 
 @triton.jit(do_not_specialize=["T", "B", "HV", "rows", "want_dh0", "has_dht"])

@@ -121,16 +121,16 @@ def scan(p, u, work, A_qk=None, o=None, v_new=None, h=None, ht=None):
     tiles, options = p.config(configs.scan)
     grid = (-(-call.V // tiles["BV"]) * call.N * call.HV,)
     args = (
-        work.w, u, work.qg, work.kg, work.decay, A_qk, o, v_new, h, or_absent(p.h0), ht,
+        work.w, u, work.qg, work.kg, work.decay, A_qk, o, v_new, h, or_absent(p.h0), or_absent(ht),
         p.bounds, p.offsets, call.T, p.B, call.HV,
     )  # fmt: skip
     constants = tiles | {
         "OUTPUT": o is not None, "STORE_V": v_new is not None, "STORE_H": h is not None,
-        "STORE_FINAL": ht is not None, "V_FIRST": call.state_v_first,
+        "V_FIRST": call.state_v_first,
         "PRECISION": p.precision, "STATE_DTYPE": p.state_dtype,
     }  # fmt: skip
-    has_h0 = int(p.h0 is not None)
-    return lambda row0, row1: _scan(grid, (*args, row0, row1, has_h0), constants, **options)
+    states = int(p.h0 is not None), int(ht is not None)
+    return lambda row0, row1: _scan(grid, (*args, row0, row1, *states), constants, **options)
 
 
 def new_states(p, rows=None):
