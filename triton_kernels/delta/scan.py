@@ -174,10 +174,14 @@ def chunk_delta_bwd_kernel_scan(
     p_dht = state_pointers(dht, o_s, o_k, o_v, K, V, V_FIRST)
     b_dS = tl.load(p_dht, mask=m_s & (has_dht != 0), other=0.0).to(tl.float32)
 
+    # one chunk ahead, as in the forward
+    o_last = (first + (c1 - 1) * step).to(tl.int64) * HV + i_hv
+    b_decay = tl.load(decay + o_last * K + o_k, mask=m_k & (c1 > 0), other=0.0)
     for i_back in range(0, c1):
         i_c = c1 - 1 - i_back
         row = first + i_c * step
         o_r = row.to(tl.int64) * HV + i_hv
+        b_next = tl.load(decay + (o_r - step * HV) * K + o_k, mask=m_k & (i_c > 0), other=0.0)
         m_t = o_t < b_len - i_c * BT
         # store before update: the gradient of the state that leaves the chunk
         p_dh = dh + o_r * K * V + o_k[:, None] * V + o_v[None, :]
@@ -187,7 +191,6 @@ def chunk_delta_bwd_kernel_scan(
         m_tv = m_t[:, None] & m_v[None, :]
         b_kg = tl.load(kg + p_tk, mask=m_k[None, :], other=0.0)
         b_w = tl.load(w + p_tk, mask=m_k[None, :], other=0.0)
-        b_decay = tl.load(decay + o_r * K + o_k, mask=m_k, other=0.0)
         b_dSd = b_dS.to(STATE_DTYPE)
         b_dv = tl.dot(b_kg.to(STATE_DTYPE), b_dSd, input_precision=PRECISION)
         b_dS *= b_decay[:, None]
@@ -201,6 +204,7 @@ def chunk_delta_bwd_kernel_scan(
         b_dvd = b_dv.to(dtype)
         tl.store(dv_new + o_tv, b_dvd, mask=m_tv)
         b_dS -= tl.dot(tl.trans(b_w), b_dvd, input_precision=PRECISION)
+        b_decay = b_next
 
     p_dh0 = state_pointers(dh0, o_s, o_k, o_v, K, V, V_FIRST)
     tl.store(p_dh0, b_dS.to(dh0.dtype.element_ty), mask=m_s & (want_dh0 != 0))
