@@ -48,6 +48,6 @@ def _flash_fake(*args):
 
 for name, kernel, fake in delta.ops(_FAMILY):
     torch.library.register_fake(f"flaop::{name}", fake)
-    implement(name, kernel)
+    implement(name, kernel, remembered=name == "chunk_kda")
 # Its CPU and CUDA kernels are in C++.
 torch.library.register_fake("flaop::flash_kda_fwd", _flash_fake)
