@@ -160,6 +160,9 @@ class _NoDriver:
     def launch(*call):
         return True
 
+    def scratch(*block):
+        pass
+
 
 def test_the_builder_keeps_what_is_there(tmp_path, monkeypatch):
     """One small kernel of a group, compiled, then found and kept."""
