@@ -23,18 +23,19 @@ struct Family {
   std::string forward_inputs;
   std::string backward_inputs;  // behind d_o
   std::string flags;
+  bool delta;
 };
 
 const std::vector<Family>& families() {
   static const std::vector<Family> all{
       {"kda", "Tensor k, Tensor v, Tensor g, Tensor beta",
        "Tensor q, Tensor k, Tensor g, Tensor beta" KDA_RESIDUALS,
-       DELTA_FLAGS ", bool safe_gate=False, float? lower_bound=None"},
+       DELTA_FLAGS ", bool safe_gate=False, float? lower_bound=None", true},
       {"gated_delta_rule", "Tensor k, Tensor v, Tensor? g, Tensor beta",
-       "Tensor q, Tensor k, Tensor? g, Tensor beta" RESIDUALS, DELTA_FLAGS},
+       "Tensor q, Tensor k, Tensor? g, Tensor beta" RESIDUALS, DELTA_FLAGS, true},
       {"simple_gla", "Tensor k, Tensor v, Tensor? g=None, Tensor? g_gamma=None",
-       "Tensor q, Tensor? g=None, Tensor? g_gamma=None", ""},
-      {"gla", "Tensor k, Tensor v, Tensor g", "Tensor q, Tensor g", ""},
+       "Tensor q, Tensor? g=None, Tensor? g_gamma=None", "", false},
+      {"gla", "Tensor k, Tensor v, Tensor g", "Tensor q, Tensor g", "", false},
   };
   return all;
 }
@@ -60,13 +61,13 @@ TORCH_LIBRARY_FRAGMENT(flaop, m) {
            " -> (Tensor d_state, Tensor transfer)")
               .c_str(),
           tags);
+    if (!f.delta) continue;
+    m.def((name + "_fwd(Tensor q, " + f.forward_inputs + ", float? scale=None" + f.flags +
+           ", int chunk_size=64) -> (Tensor o, Tensor read, Tensor state, Tensor transfer, "
+           "Tensor A, Tensor A_qk)")
+              .c_str(),
+          tags);
   }
-  m.def(
-      "chunk_kda_summary_fwd(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, "
-      "float? scale=None" DELTA_FLAGS
-      ", bool safe_gate=False, float? lower_bound=None, int chunk_size=64) -> (Tensor o, "
-      "Tensor read, Tensor state, Tensor transfer, Tensor A, Tensor A_qk)",
-      tags);
 }
 
 TORCH_LIBRARY_IMPL(flaop, Autograd, m) {
@@ -74,6 +75,6 @@ TORCH_LIBRARY_IMPL(flaop, Autograd, m) {
     const std::string name = "chunk_" + f.name + "_summary";
     m.impl(name.c_str(), flaop::boxed<&flaop::refuse_summary>());
     m.impl((name + "_bwd").c_str(), flaop::boxed<&flaop::refuse_summary>());
+    if (f.delta) m.impl((name + "_fwd").c_str(), flaop::boxed<&flaop::refuse_summary>());
   }
-  m.impl("chunk_kda_summary_fwd", flaop::boxed<&flaop::refuse_summary>());
 }

@@ -45,8 +45,9 @@ def _plan(family: str) -> Plan:
     _, forward, backward, *_ = (op._schema for op in ops)
     gradients = (x.name for x in backward.returns)
     fused, again = None, None
+    if family in ("kda", "gated_delta_rule"):
+        fused = getattr(torch.ops.flaop, f"chunk_{family}_summary_fwd").default
     if family == "kda":
-        fused = torch.ops.flaop.chunk_kda_summary_fwd.default
         again = torch.ops.flaop.chunk_kda_recompute.default
     return Plan(
         *ops,

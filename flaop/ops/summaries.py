@@ -25,6 +25,7 @@ class Family(NamedTuple):
     check_values: Callable  # of a call, under FLAOP_DEBUG=1
     reference: Callable  # -> the module of the CPU kernels
     launcher: Callable  # -> the module that launches the CUDA kernels
+    check_fwd: Callable | None = None  # of the op that gives outputs, too
 
 
 def _delta_reference():
@@ -60,11 +61,12 @@ def _decay_launcher():
 _FAMILIES = {
     "kda": Family(
         summaries.check_kda, summaries.check_kda_bwd, kda.check_values,
-        _delta_reference, _kda_launcher,
+        _delta_reference, _kda_launcher, summaries.check_kda_fwd,
     ),
     "gated_delta_rule": Family(
         summaries.check_gated_delta_rule, summaries.check_gated_delta_rule_bwd,
         gated_delta_rule.check_values, _delta_reference, _gated_delta_rule_launcher,
+        summaries.check_gated_delta_rule_fwd,
     ),
     "simple_gla": Family(
         summaries.check_simple_gla_summary, summaries.check_simple_gla_summary_bwd,
@@ -135,6 +137,30 @@ def _fake(check: Callable, *args) -> tuple[Tensor, Tensor]:
     return _new_summary(check(*args))
 
 
+def _new_forward(call) -> list[Tensor]:
+    """Room for what chunk_F_summary_fwd returns."""
+    read = call.q.new_empty((call.B, call.T, call.HV, call.K))
+    A, A_qk = (call.q.new_empty((call.B, call.T, call.HV, checks.CHUNK)) for _ in range(2))
+    return [new_output(call), read, *_new_summary(call), A, A_qk]
+
+
+def _forward(family: Family, *args) -> list[Tensor]:
+    call = family.check_fwd(*args)
+    if checks.DEBUG:
+        family.check_values(call)
+    if is_empty(call):
+        o, read, _, _, A, A_qk = _new_forward(call)
+        return [o, read, *_identity(call), A, A_qk]
+    if call.q.device.type == "cpu":
+        return list(family.reference().chunk_summary_forward(call))
+    with device_guard(call.q):
+        return list(family.launcher().summary_forward(call))
+
+
+def _forward_fake(family: Family, *args) -> list[Tensor]:
+    return _new_forward(family.check_fwd(*args))
+
+
 for name, family in _FAMILIES.items():
     residuals = {"kda": 6, "gated_delta_rule": 2}.get(name, 0)
     for op, check, kernel, options in (
@@ -143,32 +169,7 @@ for name, family in _FAMILIES.items():
     ):
         torch.library.register_fake(f"flaop::{op}", partial(_fake, check))
         implement(op, partial(_run, family, check, kernel, *options))
-
-
-def _new_forward(call) -> list[Tensor]:
-    """Room for what chunk_kda_summary_fwd returns."""
-    read = call.q.new_empty((call.B, call.T, call.HV, call.K))
-    A, A_qk = (call.q.new_empty((call.B, call.T, call.HV, checks.CHUNK)) for _ in range(2))
-    return [new_output(call), read, *_new_summary(call), A, A_qk]
-
-
-def _kda_fwd(*args) -> list[Tensor]:
-    call = summaries.check_kda_fwd(*args)
-    if checks.DEBUG:
-        kda.check_values(call)
-    if is_empty(call):
-        o, read, _, _, A, A_qk = _new_forward(call)
-        return [o, read, *_identity(call), A, A_qk]
-    family = _FAMILIES["kda"]
-    if call.q.device.type == "cpu":
-        return list(family.reference().chunk_summary_forward(call))
-    with device_guard(call.q):
-        return list(family.launcher().summary_forward(call))
-
-
-def _kda_fwd_fake(*args) -> list[Tensor]:
-    return _new_forward(summaries.check_kda_fwd(*args))
-
-
-torch.library.register_fake("flaop::chunk_kda_summary_fwd", _kda_fwd_fake)
-implement("chunk_kda_summary_fwd", _kda_fwd)
+    if family.check_fwd is not None:
+        op = f"chunk_{name}_summary_fwd"
+        torch.library.register_fake(f"flaop::{op}", partial(_forward_fake, family))
+        implement(op, partial(_forward, family))

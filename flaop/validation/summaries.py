@@ -104,6 +104,24 @@ def check_gated_delta_rule(
     )
 
 
+def check_gated_delta_rule_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    scale: float | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    *options,
+) -> GdnCall:
+    """Check the arguments of chunk_gated_delta_rule_summary_fwd."""
+    return gated_delta_rule.check(
+        *(q, k, v, g, beta, scale, None, True, None, A_log, dt_bias),
+        *_with_state_layout(_GDN_FLAGS, options),
+    )
+
+
 def check_gated_delta_rule_bwd(
     d_o: Tensor,
     q: Tensor,

@@ -54,13 +54,17 @@ def test_bfloat16(ranks, family):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_one_pass(ranks, size):
+@pytest.mark.parametrize(
+    ("family", "gate"),
+    [("kda", {"gate_in_kernel": "bounded"}), ("gated_delta_rule", {"gate": None})],
+)
+def test_one_pass(ranks, size, family, gate):
     """A batch in bfloat16: outputs beside the summary."""
     options = {"dtype": torch.bfloat16, "gates": "slow", "K": 32, "V": 32}
-    ranks.run(check_op, "kda", size, **options)
-    ranks.run(check_op, "kda", size, **options, state_v_first=True, gate_in_kernel="bounded")
-    ranks.run(check_op, "kda", size, **options, initial_state=False, output_final_state=False)
-    ranks.run(check_op, "kda", size, compiled="aot_eager", **options)
+    ranks.run(check_op, family, size, **options)
+    ranks.run(check_op, family, size, **options, state_v_first=True, **gate)
+    ranks.run(check_op, family, size, **options, initial_state=False, output_final_state=False)
+    ranks.run(check_op, family, size, compiled="aot_eager", **options)
 
 
 def test_other_gates(ranks):

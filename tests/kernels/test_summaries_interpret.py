@@ -69,20 +69,24 @@ def test_summaries(family, case, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", LIMITS)
-def test_outputs_beside_the_summary(dtype, monkeypatch):
-    """In one launch and with a row a launch."""
-    maker, options, oracle = SUMMARY_FAMILIES["kda"]
-    sizes = {"B": 2, "T": 66, "H": 1, "K": 20, "V": 24, "gates": "slow", "dtype": dtype}
+@pytest.mark.parametrize("family", DELTA)
+def test_outputs_beside_the_summary(family, dtype, monkeypatch):
+    """In one launch and, of kda, with a row a launch."""
+    maker, options, oracle = SUMMARY_FAMILIES[family]
+    launcher, check = LAUNCHERS[family]
+    sizes = {"B": 2, "T": 66, "H": 1, "HV": 2, "K": 20, "V": 24, "gates": "slow", "dtype": dtype}
     inputs = maker(**sizes, **options)
     generator = torch.Generator().manual_seed(1)
-    h0 = torch.randn(2, 1, 20, 24, dtype=torch.float64, generator=generator)
+    h0 = torch.randn(2, 2, 20, 24, dtype=torch.float64, generator=generator)
     expected, final = oracle(**{**inputs, "initial_state": h0})
-    for workspace in (kda.WORKSPACE, 1):
+    for workspace in (kda.WORKSPACE, 1)[: 2 if launcher is kda else 1]:
         monkeypatch.setattr(kda, "WORKSPACE", workspace)
-        o, read, state, transfer, _, _ = kda.summary_forward(kda_check.check(**inputs))
+        o, read, state, transfer, A, A_qk = launcher.summary_forward(check(**inputs))
         found = o + (read.double().transpose(1, 2) @ h0).transpose(1, 2)
         assert relative_error(found, expected) < LIMITS[dtype]
         assert relative_error(state + transfer.double() @ h0, final) < LIMITS[dtype]
+        residuals = launcher.forward_residuals(check(**inputs))[2:4]
+        assert torch.equal(A, residuals[0]) and torch.equal(A_qk, residuals[1])
 
 
 def test_operands_made_once():

@@ -137,6 +137,7 @@ def test_labels_of_the_builder_are_those_of_a_launch(monkeypatch):
     from flaop.launch.delta import chunk
 
     chunk.forward(call)
+    chunk.summary_forward(call)
     assert asked and asked <= wanted
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from flaop.testing import kda_oracle, relative_error
+from flaop.testing import relative_error
 from flaop.testing.summaries import SUMMARY_FAMILIES, summary_oracle
 
 OPS = torch.ops.flaop
@@ -111,25 +111,27 @@ def test_residuals_of_the_forward_serve_the_backward(family, layout, summary_dev
 
 
 @pytest.mark.parametrize("gates", ["mixed", "slow"])
-def test_outputs_beside_the_summary(gates, summary_device):
+@pytest.mark.parametrize("family", DELTA)
+def test_outputs_beside_the_summary(family, gates, summary_device):
     """With what they read of a state they are the outputs from that state."""
-    op = OPS.chunk_kda_summary_fwd.default
+    op = getattr(OPS, f"chunk_{family}_summary_fwd").default
     dtypes = {"cpu": (torch.float64, torch.float32), "cuda": (torch.float32, torch.bfloat16)}
     for dtype in dtypes[summary_device]:
         sizes = {"K": 128, "V": 128} if dtype is torch.bfloat16 else {"K": 20}
-        inputs = make("kda", summary_device, gates=gates, dtype=dtype, **sizes)
+        inputs = make(family, summary_device, gates=gates, dtype=dtype, **sizes)
         o, read, state, transfer, A, A_qk = op(*positional(op, inputs))
         B, T, HV, V = o.shape
         h0 = torch.randn(B, HV, inputs["q"].shape[3], V, device=summary_device)
         skipped = ("d_o", "chunk_size", *RESIDUALS)
         known = {name: x for name, x in inputs.items() if name not in skipped}
-        expected, final = kda_oracle(**known | {"initial_state": h0, "output_final_state": True})
+        states = {"initial_state": h0, "output_final_state": True}
+        expected, final = SUMMARY_FAMILIES[family].oracle(**known | states)
         wide = h0.cpu().double()
         found = o.cpu() + (read.cpu().double().transpose(1, 2) @ wide).transpose(1, 2)
         assert relative_error(found, expected) < LIMITS[dtype]
         found = state.cpu() + transfer.cpu().double() @ wide
         assert relative_error(found, final) < LIMITS[dtype]
-        forward = OPS.chunk_kda_fwd.default
+        forward = getattr(OPS, f"chunk_{family}_fwd").default
         hints = {"split_size": 0, "disable_recompute": False, "initial_state": None}
         residuals = forward(*positional(forward, inputs | hints))[2:4]
         for x, y in zip((A, A_qk), residuals):
@@ -158,12 +160,13 @@ def test_recompute(summary_device):
             assert torch.equal(x, y)
 
 
-def test_opcheck_of_outputs_beside_the_summary(summary_device):
-    op = OPS.chunk_kda_summary_fwd.default
+@pytest.mark.parametrize("family", DELTA)
+def test_opcheck_of_outputs_beside_the_summary(family, summary_device):
+    op = getattr(OPS, f"chunk_{family}_summary_fwd").default
     for T in (70, 0):
-        opcheck(op, positional(op, make("kda", summary_device, T=T)))
+        opcheck(op, positional(op, make(family, summary_device, T=T)))
     with pytest.raises(NotImplementedError, match="functions of flaop.distributed"):
-        op(*positional(op, make("kda", summary_device, requires_grad=True)))
+        op(*positional(op, make(family, summary_device, requires_grad=True)))
 
 
 @pytest.mark.parametrize("layout", ["batched", "packed"])

@@ -63,10 +63,10 @@ def chunk_delta_fwd_kernel_summary(
     read,  # [B, T, HV, K], written with OUTPUT: what the outputs read of the state that enters
     state,  # [N, HV, K, V] fp32, written; carries the result between launches
     transfer,  # [N, HV, K, K] fp32, the same
-    bounds,  # [N+1] int64 or None
-    offsets,  # [N+1] int32 or None
+    bounds,  # [N+1] int64, read where B is 0
+    offsets,  # [N+1] int32, the same
     T,
-    B,
+    B,  # 0: packed sequences
     HV,
     row0,
     row1,
@@ -76,15 +76,15 @@ def chunk_delta_fwd_kernel_summary(
     BK: tl.constexpr,
     BV: tl.constexpr,
     OUTPUT: tl.constexpr,
-    IS_VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
     STATE_DTYPE: tl.constexpr,
 ):
     """One program per (sequence, value head, columns); works on the table rows [row0, row1)."""
     i_n, i_nh, i_hv, of_state, o_d = summary_program(HV, K, V, BV)
     bos, b_len, first, c0, c1 = sequence_chunks(
-        bounds, offsets, i_n, T, B, row0, row1, BT, IS_VARLEN
+        bounds, offsets, i_n, T, B, row0, row1, BT, B == 0
     )
+    step = tl.maximum(B, 1)
     # no tokens: zeros and the identity, once
     if c1 <= c0:
         if (b_len > 0) | (row0 > 0):
@@ -95,12 +95,14 @@ def chunk_delta_fwd_kernel_summary(
     p_s, m_s = summary_pointers(state, transfer, i_nh, of_state, o_k, o_d, K, V)
     b_S = load_columns(p_s, m_s, c0 == 0, of_state, o_k, o_d)
 
+    # one chunk ahead, as in scan.py
+    o_first = (first + c0 * step - row0).to(tl.int64) * HV + i_hv
+    b_decay = tl.load(decay + o_first * K + o_k, mask=m_k & (c0 < c1), other=0.0)
     for i_c in range(c0, c1):
-        if IS_VARLEN:
-            row = first + i_c
-        else:
-            row = i_c * B + i_n
+        row = first + i_c * step
         o_r = (row - row0).to(tl.int64) * HV + i_hv
+        p_decay = decay + (o_r + step * HV) * K + o_k
+        b_next = tl.load(p_decay, mask=m_k & (i_c + 1 < c1), other=0.0)
         m_t = o_t < b_len - i_c * BT
         p_tk = o_r * BT * K + o_t[:, None] * K + o_k[None, :]
         o_thv = (bos + i_c * BT + o_t) * HV + i_hv
@@ -109,7 +111,6 @@ def chunk_delta_fwd_kernel_summary(
         b_w = tl.load(w + p_tk, mask=m_k[None, :], other=0.0)
         b_u = tl.load(u + o_tv, mask=m_tv, other=0.0)
         b_kg = tl.load(kg + p_tk, mask=m_k[None, :], other=0.0)
-        b_decay = tl.load(decay + o_r * K + o_k, mask=m_k, other=0.0)
         b_Sd = b_S.to(STATE_DTYPE)
         b_v = b_u - tl.dot(b_w.to(STATE_DTYPE), b_Sd, input_precision=PRECISION)
         b_vd = b_v.to(u.dtype.element_ty)
@@ -125,6 +126,7 @@ def chunk_delta_fwd_kernel_summary(
             tl.store(read + o_thv[:, None] * K + o_d[None, :], b_o, mask=m_tk)
         b_S *= b_decay[:, None]
         b_S = tl.dot(tl.trans(b_kg), b_vd, b_S, input_precision=PRECISION)
+        b_decay = b_next
 
     tl.store(p_s, b_S, mask=m_s)
 
@@ -139,10 +141,10 @@ def chunk_delta_bwd_kernel_summary(
     do,  # [B, T, HV, V]
     state,  # [N, HV, K, V] fp32, written; carries the result between launches
     transfer,  # [N, HV, K, K] fp32, the same
-    bounds,  # [N+1] int64 or None
-    offsets,  # [N+1] int32 or None
+    bounds,  # [N+1] int64, read where B is 0
+    offsets,  # [N+1] int32, the same
     T,
-    B,
+    B,  # 0: packed sequences
     HV,
     row0,
     row1,
@@ -151,15 +153,15 @@ def chunk_delta_bwd_kernel_summary(
     BT: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    IS_VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
     STATE_DTYPE: tl.constexpr,
 ):
     """Reverse in time; launches come with the last rows first."""
     i_n, i_nh, i_hv, of_state, o_d = summary_program(HV, K, V, BV)
     bos, b_len, first, c0, c1 = sequence_chunks(
-        bounds, offsets, i_n, T, B, row0, row1, BT, IS_VARLEN
+        bounds, offsets, i_n, T, B, row0, row1, BT, B == 0
     )
+    step = tl.maximum(B, 1)
     if c1 <= c0:
         if (b_len > 0) | (row0 > 0):
             return
@@ -171,13 +173,14 @@ def chunk_delta_bwd_kernel_summary(
     b_dS = load_columns(p_s, m_s, c1 * BT >= b_len, of_state, o_k, o_d)
     dtype = do.dtype.element_ty
 
+    # one chunk ahead
+    o_last = (first + (c1 - 1) * step - row0).to(tl.int64) * HV + i_hv
+    b_decay = tl.load(decay + o_last * K + o_k, mask=m_k & (c0 < c1), other=0.0)
     for i_back in range(c0, c1):
         i_c = c0 + c1 - 1 - i_back
-        if IS_VARLEN:
-            row = first + i_c
-        else:
-            row = i_c * B + i_n
+        row = first + i_c * step
         o_r = (row - row0).to(tl.int64) * HV + i_hv
+        b_next = tl.load(decay + (o_r - step * HV) * K + o_k, mask=m_k & (i_c > c0), other=0.0)
         m_t = o_t < b_len - i_c * BT
         o_thv = (bos + i_c * BT + o_t) * HV + i_hv
         p_tk = o_r * BT * K + o_t[:, None] * K + o_k[None, :]
@@ -185,7 +188,6 @@ def chunk_delta_bwd_kernel_summary(
         b_w = tl.load(w + p_tk, mask=m_k[None, :], other=0.0)
         b_qg = tl.load(qg + p_tk, mask=m_k[None, :], other=0.0)
         b_kg = tl.load(kg + p_tk, mask=m_k[None, :], other=0.0)
-        b_decay = tl.load(decay + o_r * K + o_k, mask=m_k, other=0.0)
         b_do = tl.load(do + o_thv[:, None] * V + o_d[None, :], mask=m_tv, other=0.0)
         b_A = tl.load(A_qk + o_thv[:, None] * BT + o_t[None, :], mask=m_t[:, None], other=0.0)
         b_dv = tl.dot(b_kg.to(STATE_DTYPE), b_dS.to(STATE_DTYPE), input_precision=PRECISION)
@@ -193,5 +195,6 @@ def chunk_delta_bwd_kernel_summary(
         b_dS *= b_decay[:, None]
         b_dS = tl.dot(tl.trans(b_qg), b_do, b_dS, input_precision=PRECISION)
         b_dS -= tl.dot(tl.trans(b_w), b_dv.to(dtype), input_precision=PRECISION)
+        b_decay = b_next
 
     tl.store(p_s, b_dS, mask=m_s)

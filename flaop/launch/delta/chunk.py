@@ -226,11 +226,10 @@ def summary_backward(call, A, A_qk, *operands):
 def _summary_parts(call, A=None, A_qk=None):
     """The Problem, its within-chunk stages, what they write, and the segments."""
     p = problem(call)
-    segments = _segments(p)
-    work, u = _workspace(p, segments[0][1]), torch.empty_like(p.v)
+    segments, u = _segments(p), torch.empty_like(p.v)
     if A is not None:
-        A, A_qk = prepare(A), prepare(A_qk)
+        A, A_qk, work = prepare(A), prepare(A_qk), _workspace(p, segments[0][1])
         return p, intra(p, A, None, u, work, load_A=True), u, A_qk, work, segments
-    A_qk = p.q.new_empty(call.B, call.T, call.HV, CHUNK)
-    A = None if cuda.serves_kda(call) else torch.empty_like(A_qk)
+    A_qk, work = _matrix_and_workspace(p, segments[0][1])
+    A = None if p.cuda else torch.empty_like(A_qk)
     return p, intra(p, A, A_qk, u, work), u, A_qk, work, segments

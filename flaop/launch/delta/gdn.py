@@ -109,6 +109,18 @@ def summary(call):
     return state, transfer
 
 
+def summary_forward(call):
+    """(o from a state of zeros, read, state, transfer matrix, A, A_qk) of a batched call: from an
+    entering state S the outputs are o + read S."""
+    p = scalar_problem(call)
+    A, A_qk = _pair_matrices(p)
+    o, read = _values(p), p.q.new_empty(call.B, call.T, call.HV, call.K)
+    factors = run_pairs(p, A, A_qk)
+    state, transfer = new_summary(p)
+    run_summary(p, factors, A, state, transfer, A_qk, o, read)
+    return o, read, state, transfer, A, A_qk
+
+
 def summary_backward(call, A, A_qk):
     """(gradient of the entering state, its transfer matrix) of a call whose v is d_o.
 

@@ -135,17 +135,18 @@ def run_scan_backward(p, factors, A, A_qk, do, dht, want_dh0):
     return dR, dh, dh0
 
 
-def run_summary(p, factors, A, state, transfer):
-    """The state that the tokens leave of zeros, and the transfer matrix."""
+def run_summary(p, factors, A, state, transfer, A_qk=None, o=None, read=None):
+    """The state that the tokens leave of zeros, and the transfer matrix; with o and read also what
+    the tokens read of them."""
     call = p.call
     grid, constants, options = summary_launch(p, configs.scan)
     _summary(
         grid,
         (
-            p.k, p.v, A, *factors, state, transfer,
-            p.bounds, p.offsets, call.T, call.B, call.H, call.HV, p.rows,
+            p.q, p.k, p.v, A, A_qk, *factors, o, read, state, transfer,
+            p.bounds, p.offsets, call.T, p.B, call.H, call.HV, p.rows,
         ),
-        constants,
+        constants | {"OUTPUT": o is not None},
         **options,
     )  # fmt: skip
 
@@ -158,7 +159,7 @@ def run_summary_backward(p, factors, A, A_qk, do, d_state, transfer):
         grid,
         (
             p.q, p.k, A, A_qk, *factors, do, d_state, transfer,
-            p.bounds, p.offsets, call.T, call.B, call.H, call.HV, p.rows,
+            p.bounds, p.offsets, call.T, p.B, call.H, call.HV, p.rows,
         ),
         constants,
         **options,

@@ -185,10 +185,7 @@ def summary_launch(p, function):
     call = p.call
     tiles, options = p.config(function)
     columns = -(-call.V // tiles["BV"]) + -(-call.K // tiles["BV"])
-    constants = tiles | {
-        "IS_VARLEN": p.table is not None,
-        "PRECISION": p.precision, "STATE_DTYPE": p.state_dtype,
-    }  # fmt: skip
+    constants = tiles | {"PRECISION": p.precision, "STATE_DTYPE": p.state_dtype}
     return (columns * call.N * call.HV,), constants, options
 
 
@@ -197,14 +194,13 @@ def run_summary(p, u, work, state, transfer, row0, row1, A_qk=None, o=None, read
     also what the tokens read of them."""
     call = p.call
     grid, constants, options = summary_launch(p, configs.scan)
-    with_output = o is not None
     _summary(
         grid,
         (
-            work.w, u, work.qg if with_output else None, work.kg, work.decay, A_qk, o, read,
-            state, transfer, p.bounds, p.offsets, call.T, call.B, call.HV, row0, row1,
+            work.w, u, work.qg, work.kg, work.decay, A_qk, o, read, state, transfer,
+            p.bounds, p.offsets, call.T, p.B, call.HV, row0, row1,
         ),
-        constants | {"OUTPUT": with_output},
+        constants | {"OUTPUT": o is not None},
         **options,
     )  # fmt: skip
 
@@ -217,7 +213,7 @@ def run_summary_backward(p, work, A_qk, do, d_state, transfer, row0, row1):
         grid,
         (
             work.w, work.qg, work.kg, work.decay, A_qk, do, d_state, transfer,
-            p.bounds, p.offsets, call.T, call.B, call.HV, row0, row1,
+            p.bounds, p.offsets, call.T, p.B, call.HV, row0, row1,
         ),
         constants,
         **options,
