@@ -11,6 +11,7 @@
 #include "dispatch/paths.h"
 #include "dispatch/policy.h"
 #include "launch/kernel.h"
+#include "ops/remembered.h"
 
 namespace py = pybind11;
 using namespace flaop::dispatch;
@@ -48,6 +49,7 @@ std::tuple<std::string, std::vector<std::string>> decide_by_name(
 using flaop::launch::Grid;
 using flaop::launch::Kernel;
 using flaop::launch::Kind;
+using flaop::launch::Recording;
 using flaop::launch::Value;
 
 // Kernels stay loaded as long as the process lives: the handle is their address.
@@ -57,6 +59,13 @@ uintptr_t load(const std::string& name, int device, const py::bytes& image,
   const std::string code = image;
   return reinterpret_cast<uintptr_t>(
       new Kernel(name, device, code.data(), entry.c_str(), warps, shared, kinds));
+}
+
+int call_library(uintptr_t function, uintptr_t structure, size_t bytes,
+                 const std::vector<uint32_t>& pointers, uintptr_t stream) {
+  return flaop::launch::call(reinterpret_cast<flaop::launch::Function>(function),
+                             reinterpret_cast<const void*>(structure), bytes, pointers,
+                             reinterpret_cast<void*>(stream));
 }
 
 // Reads an argument as its kind says; false with a Python error set.
@@ -184,12 +193,26 @@ PYBIND11_MODULE(_bindings, m) {
         "letter for each run-time argument: P aligned pointer, p pointer, i and l 32 and 64 bit "
         "integer, f 32 bit float, - compiled in.");
   m.def(
-      "sole_launch",
+      "complete",
       [] {
-        if (auto* recording = flaop::launch::Recording::current()) recording->set_sole();
+        if (auto* recording = Recording::current()) recording->set_complete();
       },
-      "Says that the launch just made is all that the op does: its next calls of the same kind may "
+      "Says that the launches made are all that the op does: its next calls of the same kind may "
       "go without Python.");
+  m.def(
+      "scratch",
+      [](uint64_t address, uint64_t bytes) {
+        if (auto* recording = Recording::current()) recording->add_scratch({address, bytes});
+      },
+      py::arg("address"), py::arg("bytes"),
+      "Says that an op has this memory for itself: where its launches point into it, a call that "
+      "goes without Python has memory of its own.");
+  m.def("forget", &flaop::forget_launches,
+        "Every op goes through Python once more; for tests that make a launcher choose otherwise.");
+  m.def("call_library", &call_library, py::arg("function"), py::arg("structure"), py::arg("bytes"),
+        py::arg("pointers"), py::arg("stream"),
+        "Calls a function of the library of CUDA C++ kernels, all by address; returns its CUDA "
+        "error. pointers: bytes at which addresses lie in the structure.");
   m.attr("argument_types") =
       py::reinterpret_steal<py::object>(PyCFunction_NewEx(&types_definition, nullptr, nullptr));
   m.attr("launch") =

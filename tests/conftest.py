@@ -47,6 +47,16 @@ def fixed_seed():
 
 
 @pytest.fixture
+def fresh_launches():
+    """For tests that make a launcher choose otherwise: no launch is remembered before or after."""
+    from flaop._extension import bindings
+
+    bindings.forget()
+    yield bindings.forget
+    bindings.forget()
+
+
+@pytest.fixture
 def poison():
     """poison(device, dtype, *shapes): NaN in the memory that outputs of these shapes will get."""
 

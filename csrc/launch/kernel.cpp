@@ -1,5 +1,6 @@
 #include "kernel.h"
 
+#include <cstring>
 #include <stdexcept>
 #include <utility>
 
@@ -82,15 +83,64 @@ void Kernel::launch(Grid grid, void* stream, const Value* values) const {
 
 Recording::Recording() : outer_(current_recording) { current_recording = this; }
 
-Recording::~Recording() { current_recording = outer_; }
+Recording::~Recording() {
+  current_recording = outer_;
+  if (outer_ != nullptr && !launches_.empty()) outer_->nested_ = true;
+}
 
 Recording* Recording::current() { return current_recording; }
 
+void Recording::add_scratch(Scratch scratch) {
+  for (const Scratch& other : scratch_) {
+    overlap_ |= scratch.address < other.address + other.bytes &&
+                other.address < scratch.address + scratch.bytes;
+  }
+  scratch_.push_back(scratch);
+}
+
 void Recording::add(const Kernel& kernel, Grid grid, const Value* values) {
-  ++recorded_.launches;
-  recorded_.kernel = &kernel;
-  recorded_.grid = grid;
-  recorded_.values.assign(values, values + kernel.kinds().size());
+  Launch launch;
+  launch.kernel = &kernel;
+  launch.grid = grid;
+  const std::string& kinds = kernel.kinds();
+  launch.arguments.resize(kinds.size());
+  static_assert(sizeof(Value) == sizeof(uint64_t));
+  std::memcpy(launch.arguments.data(), values, kinds.size() * sizeof(Value));
+  for (size_t i = 0; i < kinds.size(); ++i) {
+    const auto kind = static_cast<Kind>(kinds[i]);
+    if (kind == Kind::kAligned || kind == Kind::kPointer) {
+      launch.pointers.push_back(static_cast<uint32_t>(i * sizeof(Value)));
+    }
+  }
+  launches_.push_back(std::move(launch));
+}
+
+void Recording::add(Function function, const void* structure, size_t bytes,
+                    std::vector<uint32_t> pointers) {
+  Launch launch;
+  launch.function = function;
+  launch.arguments.resize((bytes + sizeof(uint64_t) - 1) / sizeof(uint64_t));
+  std::memcpy(launch.arguments.data(), structure, bytes);
+  launch.pointers = std::move(pointers);
+  launches_.push_back(std::move(launch));
+}
+
+void Launch::run(const uint64_t* changed, void* stream) const {
+  if (kernel != nullptr) {
+    kernel->launch(grid, stream, reinterpret_cast<const Value*>(changed));
+    return;
+  }
+  const int code = call(function, changed, arguments.size() * sizeof(uint64_t), pointers, stream);
+  if (code != 0) throw std::runtime_error("a CUDA kernel failed, error " + std::to_string(code));
+}
+
+int call(Function function, const void* structure, size_t bytes,
+         const std::vector<uint32_t>& pointers, void* stream) {
+  const int code = function(structure, stream);
+  if (code == 0 && current_recording != nullptr) {
+    current_recording->add(function, structure, bytes, pointers);
+  }
+  return code;
 }
 
 }  // namespace flaop::launch

@@ -49,16 +49,33 @@ class Kernel {
   unsigned threads_, shared_;
 };
 
+// A function of the library of CUDA C++ kernels: takes its structure of arguments and a stream,
+// returns a CUDA error.
+using Function = int (*)(const void* structure, void* stream);
+
 // A launch as it was made, for whoever wants to make it again with other tensors.
-struct Recorded {
-  const Kernel* kernel = nullptr;
-  Grid grid;
-  std::vector<Value> values;
-  int launches = 0;
-  bool sole = false;  // it is all that the op did
+struct Launch {
+  const Kernel* kernel = nullptr;  // with the arguments as Values, or
+  Function function = nullptr;     // with its structure
+  Grid grid;                       // of a kernel
+  std::vector<uint64_t> arguments;
+  std::vector<uint32_t> pointers;  // bytes in `arguments` at which addresses lie
+
+  // Makes it again with `changed` for `arguments`. Throws std::runtime_error.
+  void run(const uint64_t* changed, void* stream) const;
 };
 
-// While one exists, launches of its thread are recorded as well as made; the last is kept.
+// Calls a function and, under a Recording, notes the launch; returns the CUDA error.
+int call(Function function, const void* structure, size_t bytes,
+         const std::vector<uint32_t>& pointers, void* stream);
+
+// Memory that an op allocates for itself.
+struct Scratch {
+  uint64_t address;
+  uint64_t bytes;
+};
+
+// While one exists, launches of its thread are recorded as well as made.
 class Recording {
  public:
   Recording();
@@ -66,15 +83,26 @@ class Recording {
   Recording(const Recording&) = delete;
   Recording& operator=(const Recording&) = delete;
 
-  const Recorded& recorded() const { return recorded_; }
   // The innermost of this thread, or nullptr.
   static Recording* current();
-  // Said by who launched: nothing else was done.
-  void set_sole() { recorded_.sole = recorded_.launches == 1; }
   void add(const Kernel& kernel, Grid grid, const Value* values);
+  void add(Function function, const void* structure, size_t bytes, std::vector<uint32_t> pointers);
+  void add_scratch(Scratch scratch);
+  // Said by who launched: nothing was done but the launches so far.
+  void set_complete() { complete_ = launches_.size(); }
+
+  const std::vector<Launch>& launches() const { return launches_; }
+  const std::vector<Scratch>& scratch() const { return scratch_; }
+  bool complete() const {
+    return complete_ > 0 && complete_ == launches_.size() && !nested_ && !overlap_;
+  }
 
  private:
-  Recorded recorded_;
+  std::vector<Launch> launches_;
+  std::vector<Scratch> scratch_;
+  size_t complete_ = 0;
+  bool nested_ = false;   // another one saw launches that this one did not
+  bool overlap_ = false;  // scratch memory was given back and used again
   Recording* outer_;
 };
 

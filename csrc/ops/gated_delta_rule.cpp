@@ -78,6 +78,11 @@ TORCH_LIBRARY_FRAGMENT(flaop, m) {
   m.def("_explain_gated_delta_rule(" GDN_ARGS BACKEND_ARG ") -> (str, str[])", tags);
 }
 
+// The launcher in Python (remembered.cpp).
+TORCH_LIBRARY_FRAGMENT(flaop_launch, m) {
+  m.def("chunk_gated_delta_rule(" GDN_ARGS ") -> (Tensor, Tensor)");
+}
+
 TORCH_LIBRARY_IMPL(flaop, CompositeImplicitAutograd, m) {
   m.impl("gated_delta_rule", flaop::boxed<&flaop::gated_delta_rule>());
   m.impl("_explain_gated_delta_rule", flaop::boxed<&flaop::explain_gated_delta_rule>());

@@ -88,6 +88,9 @@ TORCH_LIBRARY_FRAGMENT(flaop, m) {
   m.def("_explain_gla(" GLA_ARGS BACKEND_ARG VALUE_GATE_ARG ") -> (str, str[])", tags);
 }
 
+// The launcher in Python (remembered.cpp).
+TORCH_LIBRARY_FRAGMENT(flaop_launch, m) { m.def("chunk_gla(" GLA_ARGS ") -> (Tensor, Tensor)"); }
+
 TORCH_LIBRARY_IMPL(flaop, CompositeImplicitAutograd, m) {
   m.impl("gla", flaop::boxed<&flaop::gla>());
   m.impl("_explain_gla", flaop::boxed<&flaop::explain_gla>());

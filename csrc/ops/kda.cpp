@@ -195,6 +195,11 @@ TORCH_LIBRARY_FRAGMENT(flaop, m) {
   m.def("_explain_kda(" KDA_ARGS CHUNK_ARGS BACKEND_ARG ") -> (str, str[])", tags);
 }
 
+// The launcher in Python (remembered.cpp).
+TORCH_LIBRARY_FRAGMENT(flaop_launch, m) {
+  m.def("chunk_kda(" KDA_ARGS CHUNK_ARGS ") -> (Tensor, Tensor)");
+}
+
 TORCH_LIBRARY_IMPL(flaop, CompositeImplicitAutograd, m) {
   m.impl("kda", flaop::boxed<&flaop::kda>());
   m.impl("_explain_kda", flaop::boxed<&flaop::explain_kda>());

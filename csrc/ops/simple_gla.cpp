@@ -63,6 +63,11 @@ TORCH_LIBRARY_FRAGMENT(flaop, m) {
   m.def("_explain_simple_gla(" SIMPLE_GLA_ARGS BACKEND_ARG ") -> (str, str[])", tags);
 }
 
+// The launcher in Python (remembered.cpp).
+TORCH_LIBRARY_FRAGMENT(flaop_launch, m) {
+  m.def("chunk_simple_gla(" SIMPLE_GLA_ARGS ") -> (Tensor, Tensor)");
+}
+
 TORCH_LIBRARY_IMPL(flaop, CompositeImplicitAutograd, m) {
   m.impl("simple_gla", flaop::boxed<&flaop::simple_gla>());
   m.impl("_explain_simple_gla", flaop::boxed<&flaop::explain_simple_gla>());

@@ -100,7 +100,7 @@ TORCH_LIBRARY_FRAGMENT(flaop, m) {
   }
 }
 
-// The launchers in Python of the ops whose CUDA kernel is in C++ (steps_cuda.cpp).
+// The launchers in Python of the ops whose CUDA kernel is in C++ (remembered.cpp).
 TORCH_LIBRARY_FRAGMENT(flaop_launch, m) {
   for (const auto& f : flaop::families()) {
     m.def((f.name + "_step_(" + f.inputs + POOL SHARED + f.flags + f.last_flags + STEP_SLOTS)

@@ -6,6 +6,8 @@ import pathlib
 
 import torch
 
+from flaop._extension import bindings
+
 from .kernel import arch, not_warmed
 
 LIBRARY = pathlib.Path(__file__).parent.parent / "_kernels.so"
@@ -67,9 +69,6 @@ def library():
     if not LIBRARY.is_file():
         return None
     loaded = ctypes.CDLL(str(LIBRARY))
-    loaded.flaop_kda_intra_launch.argtypes = [ctypes.POINTER(KdaIntra), ctypes.c_void_p]
-    loaded.flaop_kda_bwd_launch.argtypes = [ctypes.POINTER(KdaBackward), ctypes.c_void_p]
-    loaded.flaop_gla_intra_launch.argtypes = [ctypes.POINTER(GlaIntra), ctypes.c_void_p]
     loaded.flaop_cuda_error.restype = ctypes.c_char_p
     return loaded
 
@@ -111,14 +110,34 @@ def _kda_call(p, row0, row1):
     )  # fmt: skip
 
 
+@functools.cache
+def _address(name):
+    return ctypes.cast(getattr(library(), name), ctypes.c_void_p).value
+
+
+@functools.cache
+def _pointer_places(structure):
+    """Bytes at which a ctypes structure holds addresses."""
+    places = []
+    for name, kind in structure._fields_:
+        start = getattr(structure, name).offset
+        if kind is ctypes.c_void_p:
+            places.append(start)
+        elif issubclass(kind, ctypes.Structure):
+            places += [start + place for place in _pointer_places(kind)]
+    return places
+
+
 def _launch(name, params, device, variant):
     """Launches on the current stream of the current device, which is that of the tensors."""
     index = device.index
     key = (name, index, *variant)
     if key not in _warmed and torch.cuda.is_current_stream_capturing():
         raise not_warmed(name)
-    stream = torch._C._cuda_getCurrentRawStream(index)
-    code = getattr(library(), name)(ctypes.byref(params), stream)
+    code = bindings.call_library(
+        _address(name), ctypes.addressof(params), ctypes.sizeof(params),
+        _pointer_places(type(params)), torch._C._cuda_getCurrentRawStream(index),
+    )  # fmt: skip
     if code:
         raise RuntimeError(f"{name}: {library().flaop_cuda_error(code).decode()}")
     _warmed.add(key)

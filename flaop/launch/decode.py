@@ -166,7 +166,7 @@ def step(call, remember=True):
     """
     o = _run(call)
     if remember:
-        bindings.sole_launch()
+        bindings.complete()
     return o
 
 

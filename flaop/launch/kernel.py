@@ -65,6 +65,13 @@ def or_absent(x):
     return ABSENT[torch.float32] if x is None else x
 
 
+def scratch(x):
+    """x, memory that an op has for itself: a call that is made again without Python has its own
+    (docs/launch.md)."""
+    bindings.scratch(x.data_ptr(), x.nbytes)
+    return x
+
+
 def prepare(x):
     """The tensor itself if it is contiguous and 16-byte aligned, else such a copy.
 

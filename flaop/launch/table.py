@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from .kernel import Kernel
+from .kernel import Kernel, scratch
 
 _bounds = Kernel("chunk_table", "chunk_table_kernel_bounds")
 _rows = Kernel("chunk_table", "chunk_table_kernel_rows")
@@ -24,9 +24,9 @@ def chunk_table(cu_seqlens, T, rows, chunk):
     if cu_seqlens is None:
         return None
     N = cu_seqlens.numel() - 1
-    bounds = cu_seqlens.new_empty(N + 1, dtype=torch.int64)
-    offsets = cu_seqlens.new_empty(N + 1, dtype=torch.int32)
-    table = cu_seqlens.new_empty(rows, 2, dtype=torch.int32)
+    bounds = scratch(cu_seqlens.new_empty(N + 1, dtype=torch.int64))
+    offsets = scratch(cu_seqlens.new_empty(N + 1, dtype=torch.int32))
+    table = scratch(cu_seqlens.new_empty(rows, 2, dtype=torch.int32))
     args = (cu_seqlens.contiguous(), bounds, offsets, T, N)
     _bounds((1,), args, {"BT": chunk, "BN": 1024}, num_warps=4)
     _rows((-(-rows // 256),), (offsets, table, N, rows), {"BR": 256}, num_warps=4)

@@ -85,7 +85,10 @@ def gradients_of(call, inputs, gradients, grad_mask) -> tuple[Tensor, ...]:
     )
 
 
-def implement(name: str, kernel) -> None:
-    """One kernel for both devices."""
-    for device in ("CPU", "CUDA"):
-        torch.library.impl(f"flaop::{name}", device, kernel)
+def implement(name: str, kernel, remembered: bool = False) -> None:
+    """One kernel for both devices.
+
+    remembered: the CUDA kernel is in csrc/ops/remembered.cpp, which calls this one.
+    """
+    torch.library.impl(f"flaop::{name}", "CPU", kernel)
+    torch.library.impl(f"flaop_launch::{name}" if remembered else f"flaop::{name}", "CUDA", kernel)

@@ -35,4 +35,4 @@ _FAMILY = delta.Family(
 
 for name, kernel, fake in delta.ops(_FAMILY):
     torch.library.register_fake(f"flaop::{name}", fake)
-    implement(name, kernel)
+    implement(name, kernel, remembered=name == "chunk_gated_delta_rule")

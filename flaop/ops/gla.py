@@ -72,4 +72,4 @@ for name, kernel, fake in (
     ("fused_recurrent_gla_bwd", _recurrent_bwd, _recurrent_bwd_fake),
 ):
     torch.library.register_fake(f"flaop::{name}", fake)
-    implement(name, kernel)
+    implement(name, kernel, remembered=name == "chunk_gla")

@@ -82,7 +82,7 @@ def _flash_fake(*args):
 
 for name, kernel, fake in delta.ops(_FAMILY):
     torch.library.register_fake(f"flaop::{name}", fake)
-    implement(name, kernel)
+    implement(name, kernel, remembered=name == "chunk_kda")
 torch.library.register_fake("flaop::chunk_kda_recompute", _recompute_fake)
 implement("chunk_kda_recompute", _recompute)
 # Its CPU and CUDA kernels are in C++.

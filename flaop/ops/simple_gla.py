@@ -55,4 +55,4 @@ for name, kernel, fake in (
     ("fused_recurrent_simple_gla_bwd", _recurrent_bwd, _bwd_fake),
 ):
     torch.library.register_fake(f"flaop::{name}", fake)
-    implement(name, kernel)
+    implement(name, kernel, remembered=name == "chunk_simple_gla")

@@ -1,7 +1,6 @@
 """Kernels and fakes of the decode ops on a pool of states, for every family.
 
-Schemas, autograd and version counters are in csrc/ops/steps.cpp, the CUDA kernels of the step ops
-in csrc/ops/steps_cuda.cpp.
+Schemas, autograd and version counters are in csrc/ops/steps.cpp.
 """
 
 from functools import partial
@@ -109,11 +108,6 @@ for family in FAMILIES:
     ):
         names = _named(name)
         torch.library.register_fake(f"flaop::{name}", partial(fake, family, names))
-        if kernel is _step:
-            # its CUDA kernel is in csrc/ops/steps_cuda.cpp, which calls this one
-            torch.library.impl(f"flaop::{name}", "CPU", partial(kernel, family, names))
-            torch.library.impl(f"flaop_launch::{name}", "CUDA", partial(kernel, family, names))
-        else:
-            implement(name, partial(kernel, family, names))
+        implement(name, partial(kernel, family, names), remembered=kernel is _step)
     torch.library.register_fake(f"flaop::{family}_commit_", _commit_fake)
     implement(f"{family}_commit_", _commit)

@@ -30,6 +30,7 @@ from flaop.testing.step_inputs import (
     STEP_VARIANTS,
     packed_projection,
     slot_indices,
+    step_arguments,
     step_pool,
     step_tokens,
 )
@@ -63,6 +64,7 @@ __all__ = [
     "simple_gla_oracle",
     "slot_indices",
     "solve_tril_oracle",
+    "step_arguments",
     "step_oracle",
     "step_pool",
     "step_tokens",

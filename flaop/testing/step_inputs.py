@@ -69,6 +69,18 @@ def step_pool(
     return cache[:, front : front + size].unflatten(1, shape), cache
 
 
+def step_arguments(variant: str, slots: int, *, lengths=None, B, T, H, HV, K, V, **changes) -> dict:
+    """Keyword arguments of ``flaop.F_step_`` for three rows, the second of which is padding.
+
+    Args:
+        slots: of the pool.
+        changes: arguments that take the place of others.
+    """
+    inputs = step_tokens(variant, B=B, T=T, H=H, HV=HV, K=K, V=V, lengths=lengths)
+    inputs["state"], _ = step_pool(slots, HV, K, V)
+    return {**inputs, "state_indices": slot_indices([0, -1, 3]), **changes}
+
+
 def slot_indices(slots, device: str | torch.device = "cpu") -> Tensor:
     return torch.tensor(slots, dtype=torch.int32, device=device)
 

@@ -32,7 +32,7 @@ CASES = [
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gate", ["softplus", "bounded"])
-def test_triton_where_cuda_kernels_serve(gate, monkeypatch):
+def test_triton_where_cuda_kernels_serve(gate, monkeypatch, fresh_launches):
     """The Triton rows that the CUDA C++ kernels stand in for where they were built."""
     from flaop.launch import cuda
 

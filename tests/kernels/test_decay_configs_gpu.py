@@ -120,7 +120,7 @@ def test_channel_configuration(dtype, K, V, options):
 
 @pytest.mark.gpu
 @pytest.mark.xdist_group(f"channel {CHANNEL_FAST[0]}")
-def test_triton_where_a_cuda_kernel_serves(monkeypatch):
+def test_triton_where_a_cuda_kernel_serves(monkeypatch, fresh_launches):
     """The Triton row that the CUDA C++ kernel stands in for where it was built."""
     from flaop.launch import cuda
 

@@ -71,7 +71,7 @@ def cases():
         yield pytest.param(*values, id="-".join(map(str, values)), marks=marks)
 
 
-def check_chunks(expected, monkeypatch, kept=False, chunk_size=64):
+def check_chunks(expected, monkeypatch, forget, kept=False, chunk_size=64):
     """With the scans that a GPU of many multiprocessors takes, and with those of one of few."""
     from flaop.launch.delta import gdn_stages
 
@@ -80,19 +80,20 @@ def check_chunks(expected, monkeypatch, kept=False, chunk_size=64):
         paths["kept"] = functools.partial(flaop.chunk_gated_delta_rule, disable_recompute=True)
     for scans, count in (("narrow", 1 << 20), ("wide", 0)):
         monkeypatch.setattr(gdn_stages, "processors", lambda device, count=count: count)
+        forget()
         check_paths(expected, {f"{path}, {scans}": fn for path, fn in paths.items()}, "cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype, K, V, options", list(cases()))
-def test_configuration(dtype, K, V, options, monkeypatch):
+def test_configuration(dtype, K, V, options, monkeypatch, fresh_launches):
     flags, variants = OPTIONS[options]
     for chunk_size, variant in zip((64, 32, 16), variants, strict=False):
         inputs = gdn_inputs(
             K=K, V=V, dtype=DTYPES[dtype], initial_state=True, **flags, **with_heads(variant, K, V)
         )
         kept = chunk_size == 64 and K >= 64 and V >= 64
-        check_chunks(DeltaExpected(inputs), monkeypatch, kept, chunk_size)
+        check_chunks(DeltaExpected(inputs), monkeypatch, fresh_launches, kept, chunk_size)
 
 
 # The kernels of the recurrent path have rows of their own (configs/recurrent.py).
@@ -137,14 +138,15 @@ def gated_backward_cases():
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("T", [64, 100, 4096])
 @pytest.mark.parametrize("dtype, size", list(gated_backward_cases()))
-def test_gated_backward(dtype, size, T, seed, monkeypatch):
+def test_gated_backward(dtype, size, T, seed, monkeypatch, fresh_launches):
     """Tiles of 64 and 128 columns: what triton 3.6 with its own ptxas gets wrong on Hopper."""
     H = 1 if T > 100 else 4
     inputs = gdn_inputs(
         lengths=[T], H=H, HV=2 * H, K=size, V=size, dtype=DTYPES[dtype], initial_state=True,
         seed=seed, **OPTIONS["packed"][0],
     )  # fmt: skip
-    check_chunks(DeltaExpected(inputs, chunkwise if T > 100 else None), monkeypatch)
+    expected = DeltaExpected(inputs, chunkwise if T > 100 else None)
+    check_chunks(expected, monkeypatch, fresh_launches)
 
 
 # The public stages: relative errors, of slices three times as large.

@@ -134,11 +134,19 @@ def test_labels_of_the_builder_are_those_of_a_launch(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    (call, *_) = aot._chunk_calls(group)
+    batched, _, packed, _ = aot._chunk_calls(group)
+    state = packed.initial_state
     from flaop.launch.delta import chunk
 
-    chunk.forward(call)
-    chunk.summary_forward(call)
+    # with a state or none, batched or packed: the kernels learn it at run time
+    for call in (
+        batched,
+        batched._replace(initial_state=state),
+        packed,
+        packed._replace(initial_state=None, output_final_state=False),
+    ):
+        chunk.forward(call)
+        chunk.summary_forward(call)
     assert asked and asked <= wanted
 
 

@@ -106,7 +106,9 @@ def test_families(index, kind, arguments, compiled_families):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["delta main", "delta packed"])
-def test_tiles_of_large_batches(family, arguments, compiled_families, monkeypatch):
+def test_tiles_of_large_batches(
+    family, arguments, compiled_families, monkeypatch, fresh_launches
+):
     """Where sequences and heads fill the GPU, the scans take wider tiles."""
     monkeypatch.setattr("flaop.launch.delta.gdn_stages.processors", lambda device: 0)
     check_all(DeltaExpected(arguments(family)), flaop.chunk_gated_delta_rule, "cuda")

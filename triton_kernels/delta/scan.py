@@ -91,7 +91,7 @@ def chunk_delta_fwd_kernel_scan(
     else:
         b_S = tl.load(p_ht, mask=m_ht, other=0.0)
 
-    # one chunk ahead: nothing but this load would keep a chunk waiting for memory
+    # one chunk ahead: loaded where it is used, it keeps every chunk waiting (docs/measured.md)
     o_first = (first + c0 * step - row0).to(tl.int64) * HV + i_hv
     b_decay = tl.load(decay + o_first * K + o_k, mask=m_k & (c0 < c1), other=0.0)
     for i_c in range(c0, c1):

@@ -6,7 +6,9 @@ sequence.
 
 import torch
 
-from ..kernel import prepare
+from flaop._extension import bindings
+
+from ..kernel import prepare, scratch
 from ..table import zero_outside
 from . import channel
 from .kernels import (
@@ -58,13 +60,13 @@ def _decayed(p, rows):
     if not p.channel:
         return None
     HV, K = p.call.HV, p.call.K
-    qg, kg = (p.q.new_empty(rows, HV, CHUNK, K) for _ in range(2))
-    return Decayed(qg, kg, p.q.new_empty(rows, HV, K, dtype=torch.float32))
+    qg, kg = (scratch(p.q.new_empty(rows, HV, CHUNK, K)) for _ in range(2))
+    return Decayed(qg, kg, scratch(p.q.new_empty(rows, HV, K, dtype=torch.float32)))
 
 
 def _states(p, rows):
     call = p.call
-    return p.v.new_empty(rows, call.HV, call.K, call.V, dtype=p.stored_state)
+    return scratch(p.v.new_empty(rows, call.HV, call.K, call.V, dtype=p.stored_state))
 
 
 def _carries(p, count):
@@ -74,7 +76,7 @@ def _carries(p, count):
     size = cut * call.HV * call.K * call.V
     # each starts at a multiple of 16 bytes
     shape = (max(count, 1), -(-size // 4) * 4)
-    return p.v.new_empty(shape, dtype=torch.float32).unbind(0)
+    return scratch(p.v.new_empty(shape, dtype=torch.float32)).unbind(0)
 
 
 def _between(carries, i):
@@ -89,13 +91,19 @@ def _zeroed(p, *shape, dtype):
     return x
 
 
-def forward(call, visit=None):
+def forward(call, visit=None, remember=False):
     """(o, final_state or None). Workspace: at most WORKSPACE bytes, gla's A beside it.
 
     visit(p, h, row0, row1) is called after each segment with the states [rows', HV, K, V] fp32 that
     enter its chunks.
+    remember: later calls that differ in addresses alone may go without Python (docs/launch.md).
     """
-    return forward_residuals(call, visit)[:2]
+    o, final_state, *A = forward_residuals(call, visit)
+    for x in A:
+        scratch(x)
+    if remember:
+        bindings.complete()
+    return o, final_state
 
 
 def forward_residuals(call, visit=None):
@@ -107,6 +115,8 @@ def forward_residuals(call, visit=None):
     A = _zeroed(p, call.HV, CHUNK, dtype=p.q.dtype) if p.channel else None
     # always there: whether it is asked for, or carries the state between segments, compiles nothing
     ht = o.new_empty(p.state_shape, dtype=torch.float32)
+    if not call.output_final_state:
+        scratch(ht)
     # the fused scan keeps no states
     fits = visit is None and fits_scan(p)
     row_bytes = _row_bytes(p, 0 if fits else 1)

@@ -6,7 +6,9 @@ sequence.
 
 import torch
 
-from ..kernel import prepare
+from flaop._extension import bindings
+
+from ..kernel import prepare, scratch
 from ..table import zero_outside, zero_unused
 from .problem import CHUNK, problem
 from .stages import (
@@ -24,32 +26,18 @@ from .stages import (
 WORKSPACE = 320 << 20  # bytes of per-chunk operands that one pass over the sequences may take
 
 
-def _workspace(p, rows, apart=False):
-    """apart: tensors of their own, as an op may return them; else in one allocation."""
+def _workspace(p, rows):
     HV, K = p.call.HV, p.call.K
-    shape = (rows, HV, CHUNK, K)
-    if apart:
-        w, qg, kg = (p.q.new_empty(shape) for _ in range(3))
-    else:
-        w, qg, kg = p.q.new_empty(3, *shape).unbind(0)
+    w, qg, kg = (p.q.new_empty(rows, HV, CHUNK, K) for _ in range(3))
     return Workspace(w, qg, kg, p.q.new_empty(rows, HV, K, dtype=torch.float32))
-
-
-def _matrix_and_workspace(p, rows):
-    """(A_qk, Workspace), flat, in one allocation: one takes the host longer than a launch."""
-    HV, K, itemsize = p.call.HV, p.call.K, p.q.element_size()
-    operand = rows * HV * CHUNK * K
-    decay = rows * HV * K * torch.float32.itemsize // itemsize
-    sizes = (p.call.B * p.call.T * HV * CHUNK, operand, operand, operand, decay)
-    A_qk, w, qg, kg, decay = p.q.new_empty(sum(sizes)).split(sizes)
-    return A_qk, Workspace(w, qg, kg, decay.view(torch.float32))
 
 
 def _final_state(p, segments):
     """Room for the state that leaves, or None: it also carries the state between segments."""
     if len(segments) == 1 and not p.call.output_final_state:
         return None
-    return p.q.new_empty(p.state_shape, dtype=torch.float32)
+    ht = p.q.new_empty(p.state_shape, dtype=torch.float32)
+    return ht if p.call.output_final_state else scratch(ht)
 
 
 def _segments(p, states=False):
@@ -80,12 +68,13 @@ def _outputs(p):
     return o
 
 
-def forward(call, visit=None):
+def forward(call, visit=None, remember=False):
     """(o, final_state or None), keeping nothing.
 
     visit(p, h, row0, row1) is called after each segment with the states [rows', HV, K, V] fp32 that
     enter its chunks. Workspace: A_qk, A where a kernel of its own reads it, and at most WORKSPACE
     bytes.
+    remember: later calls that differ in addresses alone may go without Python (docs/launch.md).
     """
     p = problem(call)
     h = None
@@ -93,8 +82,11 @@ def forward(call, visit=None):
         p = p._replace(stored_state=torch.float32)
     o = _outputs(p)
     segments = _segments(p, visit is not None)
-    A_qk, work = _matrix_and_workspace(p, segments[0][1])
-    A = None if p.cuda else torch.empty_like(A_qk)
+    A_qk = scratch(p.q.new_empty(call.B, call.T, call.HV, CHUNK))
+    A = None if p.cuda else scratch(torch.empty_like(A_qk))
+    work = _workspace(p, segments[0][1])
+    for x in work:
+        scratch(x)
     if visit is not None:
         h = new_states(p, segments[0][1])
     ht = _final_state(p, segments)
@@ -106,6 +98,8 @@ def forward(call, visit=None):
         run_scan(*rows)
         if visit is not None:
             visit(p, h, *rows)
+    if remember:
+        bindings.complete()
     return o, ht if call.output_final_state else None
 
 
@@ -122,7 +116,7 @@ def forward_residuals(call):
     if keep:
         v_new = _outputs(p)
         h = new_states(p)
-    work = _workspace(p, segments[0][1], apart=keep)
+    work = _workspace(p, segments[0][1])
     if keep:
         for x in (*work, h):
             zero_unused(x, p.table)
@@ -227,9 +221,10 @@ def _summary_parts(call, A=None, A_qk=None):
     """The Problem, its within-chunk stages, what they write, and the segments."""
     p = problem(call)
     segments, u = _segments(p), torch.empty_like(p.v)
+    work = _workspace(p, segments[0][1])
     if A is not None:
-        A, A_qk, work = prepare(A), prepare(A_qk), _workspace(p, segments[0][1])
+        A, A_qk = prepare(A), prepare(A_qk)
         return p, intra(p, A, None, u, work, load_A=True), u, A_qk, work, segments
-    A_qk, work = _matrix_and_workspace(p, segments[0][1])
+    A_qk = p.q.new_empty(call.B, call.T, call.HV, CHUNK)
     A = None if p.cuda else torch.empty_like(A_qk)
     return p, intra(p, A, A_qk, u, work), u, A_qk, work, segments

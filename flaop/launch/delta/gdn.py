@@ -7,7 +7,9 @@ token and sequence.
 
 import torch
 
-from ..kernel import prepare
+from flaop._extension import bindings
+
+from ..kernel import prepare, scratch
 from ..table import zero_outside, zero_unused
 from .gdn_stages import (
     run_intra_backward,
@@ -39,11 +41,12 @@ def _final_state(p):
     return p.v.new_empty(p.state_shape, dtype=torch.float32)
 
 
-def forward(call, visit=None):
+def forward(call, visit=None, remember=False):
     """(o, final_state or None), keeping nothing.
 
     visit(p, h, 0, rows) is called with the states [rows, HV, K, V] fp32 that enter the chunks.
     Workspace: A, A_qk and nine fp32 numbers a token and value head, and those states.
+    remember: later calls that differ in addresses alone may go without Python (docs/launch.md).
     """
     p = scalar_problem(call)
     h = None
@@ -53,9 +56,13 @@ def forward(call, visit=None):
     A, A_qk = _pair_matrices(p)
     o, ht = _values(p), _final_state(p)
     factors = run_pairs(p, A, A_qk)
+    for x in (A, A_qk, *factors) if call.output_final_state else (A, A_qk, *factors, ht):
+        scratch(x)
     run_scan(p, factors, A, A_qk, o=o, h=h, ht=ht)
     if visit is not None:
         visit(p, h, 0, p.rows)
+    if remember:
+        bindings.complete()
     return o, ht if call.output_final_state else None
 
 
