@@ -131,14 +131,14 @@ def forward_residuals(call):
 
 def recompute(call, A):
     """What `disable_recompute` keeps of a batched call, from A: w, qg, kg, decay, v_new, h."""
-    work, v_new, h = _recompute(problem(call), prepare(A), apart=True)
+    work, v_new, h = _recompute(problem(call), prepare(A))
     return *work, v_new, h
 
 
-def _recompute(p, A, apart=False):
+def _recompute(p, A):
     """The scan operands, corrected values and states again, from A alone."""
     v_new, h = torch.empty_like(p.v), new_states(p)
-    work = _workspace(p, p.rows, apart)
+    work = _workspace(p, p.rows)
     intra(p, A, None, v_new, work, load_A=True)(0, p.rows)
     scan(p, v_new, work, v_new=v_new, h=h)(0, p.rows)
     return work, v_new, h
