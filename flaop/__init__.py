@@ -63,6 +63,7 @@ from flaop.ops import kda as _kda_kernels  # noqa: F401
 from flaop.ops import simple_gla as _simple_gla_kernels  # noqa: F401
 from flaop.ops import stages as _stage_kernels  # noqa: F401
 from flaop.ops import steps as _step_kernels  # noqa: F401
+from flaop.ops import summaries as _summary_kernels  # noqa: F401
 
 __all__ = [
     "Explanation",

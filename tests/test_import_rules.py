@@ -27,6 +27,7 @@ LAYERS = [
         {"torch", "flaop.validation", "flaop.ops"},
         {"flaop.launch", "flaop.reference"},
     ),
+    ("flaop/distributed", {"torch", "flaop.validation", "flaop.distributed"}, set()),
     ("flaop/functional.py", {"torch", "flaop._paths"}, set()),
     ("flaop/functional_decay.py", {"torch", "flaop._paths"}, set()),
     ("flaop/functional_decay_steps.py", {"torch"}, set()),
@@ -162,7 +163,7 @@ def test_cold_import(tmp_path):
         "assert not torch.cuda.is_initialized()\n"
         "heavy = [m for m in sys.modules if m == 'triton' or m.startswith(('triton.', "
         "'triton_kernels', 'flaop.triton_kernels', 'flaop.launch', 'flaop.reference', "
-        "'flaop.nn', 'flaop.testing', 'flaop.demo', 'flaop.bench'))]\n"
+        "'flaop.nn', 'flaop.testing', 'flaop.demo', 'flaop.bench', 'flaop.distributed'))]\n"
         "assert not heavy, heavy",
         cwd=tmp_path,
     )

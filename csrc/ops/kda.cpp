@@ -153,6 +153,10 @@ struct FusedRecurrentKda : Formula<FusedRecurrentKda> {
 
 namespace {
 
+void refuse_recompute(const c10::OperatorHandle& op, Stack* stack) {
+  refuse_gradient(op, stack, "it gives residuals to a backward; call flaop::chunk_kda");
+}
+
 void refuse_flash_fwd(const c10::OperatorHandle& op, Stack* stack) {
   refuse_gradient(op, stack, "it serves inference only; call flaop::chunk_kda for a gradient");
 }
@@ -174,6 +178,14 @@ TORCH_LIBRARY_FRAGMENT(flaop, m) {
         "Tensor h" BACKWARD_OPTIONS
         "int chunk_size, int split_size, bool disable_recompute, bool[8] grad_mask) -> " GRADIENTS,
         tags);
+  m.def(
+      "chunk_kda_recompute(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor A, "
+      "float? scale=None, Tensor? initial_state=None, Tensor? A_log=None, Tensor? dt_bias=None, "
+      "bool use_qk_l2norm_in_kernel=False, bool use_gate_in_kernel=False, "
+      "bool use_beta_sigmoid_in_kernel=False, bool allow_neg_eigval=False, bool safe_gate=False, "
+      "float? lower_bound=None, bool state_v_first=False, int chunk_size=64) -> (Tensor w, "
+      "Tensor qg, Tensor kg, Tensor decay, Tensor v_new, Tensor h)",
+      tags);
   m.def("fused_recurrent_kda(" KDA_ARGS ") -> (Tensor, Tensor)", tags);
   m.def("fused_recurrent_kda_fwd(" KDA_ARGS ") -> (Tensor o, Tensor final_state, Tensor u)", tags);
   m.def("fused_recurrent_kda_bwd(" BACKWARD_INPUTS "Tensor u" BACKWARD_OPTIONS
@@ -197,6 +209,7 @@ TORCH_LIBRARY_IMPL(flaop, Autograd, m) {
   m.impl("chunk_kda", flaop::boxed<&flaop::ChunkKda::autograd>());
   m.impl("chunk_kda_fwd", flaop::boxed<&flaop::refuse_residuals>());
   m.impl("chunk_kda_bwd", flaop::boxed<&flaop::refuse_double_backward>());
+  m.impl("chunk_kda_recompute", flaop::boxed<&flaop::refuse_recompute>());
   m.impl("fused_recurrent_kda", flaop::boxed<&flaop::FusedRecurrentKda::autograd>());
   m.impl("fused_recurrent_kda_fwd", flaop::boxed<&flaop::refuse_residuals>());
   m.impl("fused_recurrent_kda_bwd", flaop::boxed<&flaop::refuse_double_backward>());

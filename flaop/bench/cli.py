@@ -73,6 +73,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--vs", nargs="+", choices=PEERS, default=[], help="peers to measure beside flaop"
     )
+    p.add_argument(
+        "--cp",
+        action="store_true",
+        help="under torchrun: chunk ops on sequences that all ranks share, and on one rank",
+    )
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--quick", action="store_true", help="fewer repeats, no first call")
     p.add_argument(
@@ -173,6 +178,10 @@ def wants_first_call(args: argparse.Namespace, entry: Entry, contender: str) -> 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark. 0: every flaop case was measured; 1: one failed; 2: bad arguments."""
     args = parser().parse_args(argv)
+    if args.cp:
+        from flaop.bench import context_parallel
+
+        return context_parallel.run(args, lambda device: _path(args.json, device, "cp"))
     try:
         device = choose_device(args.device)
         entries = plan(args, device)

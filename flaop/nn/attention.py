@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flaop.distributed import Group, resolve
+from flaop.distributed.exchange import gather_tokens
 from flaop.nn.slots import SlotCache, Slots
 
 
@@ -47,6 +49,8 @@ class Attention(nn.Module):
         head_dim: size D of a head.
     """
 
+    context_parallel: Group | None = None
+
     def __init__(self, hidden_size: int, num_heads: int, head_dim: int):
         super().__init__()
         self.num_heads = num_heads
@@ -60,6 +64,18 @@ class Attention(nn.Module):
     @classmethod
     def from_config(cls, config, layer_idx: int) -> "Attention":
         return cls(config.hidden_size, config.num_heads, config.head_dim)
+
+    def set_context_parallel(self, group) -> None:
+        """From now on x is this rank's shard of sequences, and cu_seqlens global.
+
+        Keys and values of all ranks are gathered, and the queries of this one attend to them under
+        a mask [T, R T]; every rank takes part in every call and every backward. No states.
+
+        Args:
+            group: a ProcessGroup, a DeviceMesh of one dimension, (mesh, dimension), or None: no
+                shards.
+        """
+        self.context_parallel = None if group is None else resolve(group)
 
     def make_cache(
         self, num_slots: int, max_length: int, state_dtype: torch.dtype | None = None
@@ -85,6 +101,11 @@ class Attention(nn.Module):
             raise ValueError("attention cannot carry a state through packed sequences")
         q, k, v = self._project(x)
         T = x.shape[1]
+        if self.context_parallel is not None:
+            if state is not None or output_state:
+                raise ValueError("attention cannot carry a state between shards")
+            y = _attend_to_all(q, k, v, cu_seqlens, self.context_parallel)
+            return self.o_proj(y.flatten(2)), None
         if cu_seqlens is not None:
             y = _attend(q, k, v, attn_mask=_packed_mask(cu_seqlens, T))
         elif state is None:
@@ -110,6 +131,8 @@ class Attention(nn.Module):
         output is NaN. Each sequence's slot is gathered; packed sequences also cost a mask
         [T, N * max_length].
         """
+        if self.context_parallel is not None:
+            raise ValueError("a layer that holds shards has no cache: set_context_parallel(None)")
         slots = cache.select(state_indices, x, cu_seqlens)
         q, k, v = self._project(x)
         places = _find_places(cache, slots, x.shape[1], cu_seqlens)
@@ -144,6 +167,20 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
     """scaled_dot_product_attention of [B, T, H, D]."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+
+
+def _attend_to_all(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, group: Group
+) -> Tensor:
+    """The queries of this rank's shard on the keys and values of all ranks, gathered."""
+    T, (_, rank, size) = q.shape[1], group
+    k, v = (gather_tokens(x, group) for x in (k, v))
+    if cu_seqlens is None:
+        seen = torch.arange(size * T, device=q.device)
+        mask = seen <= seen[rank * T : (rank + 1) * T, None]
+    else:
+        mask = _packed_mask(cu_seqlens, size * T)[rank * T : (rank + 1) * T]
+    return _attend(q, k, v, attn_mask=mask)
 
 
 def _find_places(cache: AttentionCache, slots: Slots, T: int, cu_seqlens: Tensor | None) -> _Places:

@@ -4,6 +4,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flaop.distributed.exchange import from_rank_before
+from flaop.distributed.group import Group
+from flaop.distributed.places import Places, find_places, masked, row_of
+
 _ACTIVATIONS = {None: lambda x: x, "silu": F.silu}
 
 
@@ -54,6 +58,7 @@ class ShortConvolution(nn.Module):
         state: Tensor | None = None,  # [N, W - 1, D]
         cu_seqlens: Tensor | None = None,  # [N + 1]
         output_state: bool = False,
+        group: Group | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Convolves a piece of a sequence.
 
@@ -63,6 +68,9 @@ class ShortConvolution(nn.Module):
                 zeros. N is B, or the number of packed sequences.
             cu_seqlens: [N + 1] int32 or int64 on x's device, bounds of packed sequences.
             output_state: whether to return the state after the piece.
+            group: the ranks that hold shards of the sequences, x being this rank's, of at least
+                W - 1 tokens; cu_seqlens is global then. The last W - 1 inputs go to the next rank.
+                A row of the states is there where its sequence starts and ends, and zero elsewhere.
 
         Returns:
             y [B, T, D] in x's dtype (zeros outside the packed sequences), and the state
@@ -81,9 +89,46 @@ class ShortConvolution(nn.Module):
                 f"state must be [{N}, {self.kernel_size - 1}, {self.hidden_size}], "
                 f"got {tuple(state.shape)}"
             )
+        if group is not None and group.size > 1:
+            return self._sharded(x, state, cu_seqlens, output_state, group)
         if cu_seqlens is None:
             return self._batched(x, state, output_state)
         return self._packed(x, state, cu_seqlens, output_state)
+
+    def _sharded(self, x, state, cu_seqlens, output_state, group):
+        carried = self.kernel_size - 1
+        if x.shape[1] < carried:
+            raise ValueError(
+                f"a shard must hold at least kernel_size - 1 = {carried} tokens, got {x.shape[1]}"
+            )
+        places = find_places(cu_seqlens, x.shape[1], group)
+        entering = state
+        if carried:
+            # zeros where nothing enters, and used even there: every rank runs its backward
+            entering = from_rank_before(self._leaving(x, state, places), group)
+            if places.cu_seqlens is not None:
+                entering = masked(entering.expand(len(places.enters), -1, -1), places.enters)
+            if state is not None:
+                entering = entering + masked(state.to(x.dtype), places.starts)
+        y, final = self(x, entering, places.cu_seqlens, output_state)
+        if output_state:
+            final = masked(final, places.ends)
+        return y, final
+
+    def _leaving(self, x: Tensor, state: Tensor | None, places: Places) -> Tensor:
+        """The last W - 1 inputs of what goes on at the next rank, [B, W - 1, D]; packed, B = 1."""
+        T, carried = x.shape[1], self.kernel_size - 1
+        last = x[:, T - carried :]
+        if places.cu_seqlens is None:
+            return last
+        # those of its own tokens, before them of the state that it started from
+        start = row_of(places.cu_seqlens[:-1], places.leaves)
+        offset = torch.arange(T - carried, T, device=x.device) - start
+        before = 0.0
+        if state is not None:
+            before = row_of(state.to(x.dtype), places.leaves)[0]
+            before = before.index_select(0, (offset + carried).clamp(0, carried - 1))[None]
+        return torch.where((offset >= 0)[:, None], last, before)
 
     def _combine(self, taps: list[Tensor], dtype: torch.dtype) -> Tensor:
         """Weighted sum of the W taps (oldest first), bias and activation, in float32."""

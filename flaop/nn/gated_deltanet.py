@@ -29,6 +29,7 @@ class GatedDeltaNet(DeltaRuleLayer):
         norm_eps: epsilon of the output norm.
         state_v_first: whether the recurrent state is [N, HV, V, K].
         backend: the path of flaop.gated_delta_rule; None follows flaop.backend.
+        context_parallel: ranks that hold shards of the sequences, see set_context_parallel.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class GatedDeltaNet(DeltaRuleLayer):
         norm_eps: float = 1e-5,
         state_v_first: bool = False,
         backend: str | None = None,
+        context_parallel=None,
     ):
         super().__init__(
             *(hidden_size, num_heads, head_dim, num_v_heads, head_v_dim, conv_size),
@@ -55,6 +57,7 @@ class GatedDeltaNet(DeltaRuleLayer):
         self.A_log = nn.Parameter(torch.empty(self.num_v_heads))
         self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads))
         self.reset_gate()
+        self.set_context_parallel(context_parallel)
 
     @classmethod
     def from_config(cls, config, layer_idx: int) -> "GatedDeltaNet":

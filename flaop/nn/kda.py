@@ -42,6 +42,7 @@ class KimiDeltaAttention(LinearAttentionLayer):
         norm_eps: epsilon of the output norm.
         state_v_first: whether the recurrent state is [N, HV, V, K].
         backend: the path of flaop.kda; None follows flaop.backend.
+        context_parallel: ranks that hold shards of the sequences, see set_context_parallel.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class KimiDeltaAttention(LinearAttentionLayer):
         norm_eps: float = 1e-5,
         state_v_first: bool = False,
         backend: str | None = None,
+        context_parallel=None,
     ):
         super().__init__(
             *(hidden_size, num_heads, head_dim, num_v_heads, head_v_dim, conv_size),
@@ -82,6 +84,7 @@ class KimiDeltaAttention(LinearAttentionLayer):
         self.o_norm = GatedRMSNorm(V, norm_eps)
         self.o_proj = nn.Linear(self.value_size, hidden_size, bias=False)
         self.reset_gate()
+        self.set_context_parallel(context_parallel)
 
     @classmethod
     def from_config(cls, config, layer_idx: int) -> "KimiDeltaAttention":

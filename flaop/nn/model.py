@@ -115,15 +115,32 @@ class HybridCache(SlotCache):
 
 
 class HybridModel(nn.Module):
-    """Token embedding, pre-norm blocks, final norm, and the embedding again as output matrix."""
+    """Token embedding, pre-norm blocks, final norm, and the embedding again as output matrix.
 
-    def __init__(self, config: HybridConfig):
+    Args:
+        config: its shape.
+        context_parallel: ranks that hold shards of the sequences, see set_context_parallel.
+    """
+
+    def __init__(self, config: HybridConfig, context_parallel=None):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(HybridBlock(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.reset_parameters()
+        if context_parallel is not None:
+            self.set_context_parallel(context_parallel)
+
+    def set_context_parallel(self, group) -> None:
+        """From now on tokens are this rank's shard of sequences, and cu_seqlens global.
+
+        Args:
+            group: a ProcessGroup, a DeviceMesh of one dimension, (mesh, dimension), or None: no
+                shards. Every rank takes part in every call and every backward.
+        """
+        for block in self.blocks:
+            block.mixer.set_context_parallel(group)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import flaop
+import flaop.distributed
 from flaop.nn.conv import ShortConvolution
 from flaop.nn.slots import SlotCache, Slots
 
@@ -52,10 +53,25 @@ class RecurrentLayer(nn.Module):
     """A layer with initial_state(batch_size) and forward(x, state, cu_seqlens, output_state).
 
     Its forward runs its convolutions by `convolve` and its operator by `operate`, so that it takes
-    a SlotState as well.
+    a SlotState as well, and shards of sequences.
     """
 
     backend: str | None = None
+    context_parallel: flaop.distributed.Group | None = None
+
+    def set_context_parallel(self, group) -> None:
+        """From now on x is this rank's shard of sequences, and cu_seqlens global.
+
+        Rows of states are there where their sequences start and end, and zero elsewhere; every
+        rank takes part in every call and every backward.
+
+        Args:
+            group: a ProcessGroup, a DeviceMesh of one dimension, (mesh, dimension), or None: no
+                shards.
+        """
+        if group is not None and self.backend not in (None, "auto", "chunk"):
+            raise ValueError(f"shards take the chunk path, got backend={self.backend!r}")
+        self.context_parallel = None if group is None else flaop.distributed.resolve(group)
 
     def make_cache(
         self, num_slots: int, max_length: int, state_dtype: torch.dtype | None = None
@@ -87,6 +103,8 @@ class RecurrentLayer(nn.Module):
         Up to 8 tokens run by the step op, more of them and packed sequences by the chunk op on
         pools: `backend` has no say. Nothing is read on the host.
         """
+        if self.context_parallel is not None:
+            raise ValueError("a layer that holds shards has no cache: set_context_parallel(None)")
         slots = cache.select(state_indices, x, cu_seqlens)
         return self(x, SlotState(cache, slots), cu_seqlens)[0]
 
@@ -102,7 +120,7 @@ class RecurrentLayer(nn.Module):
         """conv(x), and its new state: None where it is not asked for, or in a cache."""
         if not isinstance(state, SlotState):
             tail = None if state is None else getattr(state, name)
-            return conv(x, tail, cu_seqlens, output_state)
+            return conv(x, tail, cu_seqlens, output_state, self.context_parallel)
         tails, rows = getattr(state.cache, name), state.slots.rows
         y, tail = conv(x, tails[rows], cu_seqlens, output_state=True)
         tails[rows] = tail.to(tails.dtype)
@@ -122,14 +140,16 @@ class RecurrentLayer(nn.Module):
         Returns o [B, T, HV, V], and the new state: None where it is not asked for, or in a cache.
         """
         if not isinstance(state, SlotState):
-            return getattr(flaop, family)(
-                *inputs,
-                initial_state=None if state is None else state.recurrent,
-                output_final_state=output_state,
-                cu_seqlens=cu_seqlens,
-                backend=self.backend,
+            options = {
+                "initial_state": None if state is None else state.recurrent,
+                "output_final_state": output_state,
+                "cu_seqlens": cu_seqlens,
                 **options,
-            )
+            }
+            group = self.context_parallel
+            if group is None:
+                return getattr(flaop, family)(*inputs, backend=self.backend, **options)
+            return getattr(flaop.distributed, family)(*inputs, group=group, **options)
         pool = state.cache.recurrent, state.slots.indices
         if cu_seqlens is None and inputs[0].shape[1] <= _STEP_TOKENS:
             # a promise for the chunk path alone

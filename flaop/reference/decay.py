@@ -32,6 +32,20 @@ def chunk_backward(
 
 
 @as_kernel
+def chunk_summary(call) -> tuple[Tensor, Tensor]:
+    """What the tokens leave of a state of zeros ``[N, HV, K, V]``, and their total decay
+    ``[N, HV, K]``, or ``[N, HV, 1]`` for a gate per head."""
+    return decay_chunk.summary(call)
+
+
+@as_kernel
+def chunk_summary_backward(call) -> tuple[Tensor, Tensor]:
+    """The gradient of the entering state without one of the leaving state, from d_o in the place
+    of v, and the total decay."""
+    return decay_chunk.summary_backward(call)
+
+
+@as_kernel
 def recurrent_forward(call) -> tuple[Tensor, Tensor]:
     """o and final_state."""
     return decay_recurrent.forward(call)

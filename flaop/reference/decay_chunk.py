@@ -10,7 +10,7 @@ gate per head e^(G_i - G_j) is a matrix of the chunk: the pair products of ones.
 Gated linear attention, arXiv 2312.06635; Mamba-2, arXiv 2405.21060.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -117,6 +117,33 @@ def backward(
         names = ("q", "k", "v", "g", "g_gamma", "initial_state")
     d_initial_state = initial_state_gradient(call, packing, dS)
     return input_gradients(call, tokens, grads, d_initial_state, names, grad_mask)
+
+
+def summary(call) -> tuple[Tensor, Tensor]:
+    """The state from a zero start, and the decay over all tokens."""
+    return _summary(call, _scan, _slabs)
+
+
+def summary_backward(call) -> tuple[Tensor, Tensor]:
+    """The same in reverse: the gradient of the entering state, with d_o in the place of v."""
+    return _summary(call, _reverse_scan, lambda *args: reversed(_slabs(*args)))
+
+
+def _summary(call, scan: Callable, slabs: Callable) -> tuple[Tensor, Tensor]:
+    packing = _packing(call)
+    tokens = inputs(call)
+    S = final_state_gradient(call, packing, None)
+    transfer = torch.ones(len(S), tokens.g.shape[-1], dtype=S.dtype)
+    for slab in slabs(call, packing):
+        x = _chunks(call, tokens, packing, slab)
+        rows, columns = _starts(x)
+        decay_through(rows, columns, x.decay)
+        last = total_decay(x.decay)
+        qg, kg = _decayed(x, rows, columns)
+        scan(slab, kg if scan is _scan else qg, x.v, last, S)
+        for chunk, states in slab.steps:
+            transfer[states] *= last[chunk].squeeze(1)
+    return packing.scatter_state(S), packing.scatter_state(transfer)
 
 
 def _slab_backward(

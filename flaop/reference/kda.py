@@ -34,6 +34,30 @@ def chunk_backward(
 
 
 @as_kernel
+def chunk_summary(call) -> tuple[Tensor, Tensor]:
+    """What the tokens leave of a state of zeros ``[N, HV, K, V]``, and the transfer matrix that
+    takes a state through them ``[N, HV, K, K]``."""
+    return kda_chunk.summary(call)
+
+
+@as_kernel
+def chunk_summary_forward(call) -> tuple[Tensor, ...]:
+    """o and the summary of a call whose state starts from zeros, what the tokens read of a state
+    ``[B, T, HV, K]``, A and A_qk: o, read, state, transfer, A, A_qk."""
+    return kda_chunk.summary_forward(call)
+
+
+@as_kernel
+def chunk_summary_backward(
+    call, A: Tensor | None, A_qk: Tensor | None, *operands: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The gradient of the entering state without one of the leaving state, from d_o in the place
+    of v, and the matrix that takes that gradient back through the tokens. From the residuals of
+    :func:`chunk_forward`, or without; operands of the CUDA kernels are not read."""
+    return kda_chunk.summary_backward(call, A, A_qk)
+
+
+@as_kernel
 def recurrent_forward(call) -> tuple[Tensor, Tensor, Tensor]:
     """o, final_state, and the residual u ``[B, T, HV, V]`` in the dtype of final_state."""
     return kda_recurrent.forward(call)

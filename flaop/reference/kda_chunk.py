@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flaop.reference.activation import Activated, activate, activate_backward, compute_dtype
@@ -162,6 +163,68 @@ def _slab_backward(
     dk += diagonal * x.q + x.beta * d_erase
     dbeta = (x.k * d_erase).sum(-1, keepdim=True) + (x.v * d_write).sum(-1, keepdim=True)
     return Activated(dq, dk, x.beta * d_write, dg, dbeta)
+
+
+def summary(call) -> tuple[Tensor, Tensor]:
+    """The recurrence on the columns [0 | I]: the state from a zero start, and the transfer."""
+    packing = _packing(call)
+    active = activate(call)
+    columns = _summary_columns(call, packing)
+    for slab in _slabs(call, packing):
+        x = _chunks(call, active, packing, slab)
+        rows, kg = (x.erase * x.decay).unsqueeze(2), x.k.clone()
+        A = unit_lower_inverse(pair_products(rows, kg, x.decay)[0])
+        u = F.pad(A @ x.write, (0, call.K))
+        _scan(slab, flush(A @ rows.squeeze(2)), u, kg, total_decay(x.decay), columns)
+    return _summary_of(call, packing, columns)
+
+
+def summary_forward(call) -> tuple[Tensor, ...]:
+    """The forward on the values [v | 0] and the states [0 | I]: o, read, state, transfer, A, A_qk.
+    """
+    columns = _summary_columns(call, _packing(call)).unflatten(0, (-1, call.HV))
+    extended = call._replace(
+        v=F.pad(call.v, (0, call.K)), V=call.V + call.K, initial_state=columns, state_v_first=False
+    )
+    o, states, A, A_qk = forward(extended, residuals=True)
+    sizes = (call.V, call.K)
+    return *(x.contiguous() for y in (o, states) for x in y.split(sizes, dim=-1)), A, A_qk
+
+
+def summary_backward(call, A: Tensor | None, A_qk: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The reverse recurrence on the columns [0 | I], with d_o in the place of v."""
+    packing = _packing(call)
+    active = activate(call)
+    columns = _summary_columns(call, packing)
+    for slab in reversed(_slabs(call, packing)):
+        x = _chunks(call, active, packing, slab)
+        rows, kg = _rows(x), x.k.clone()
+        if A is None:
+            pairs, L = pair_products(rows, kg, x.decay)
+            pairs.diagonal(dim1=1, dim2=2).copy_((x.q * x.k).sum(-1))
+            inverse = unit_lower_inverse(L)
+        else:
+            decay_through(rows, kg, x.decay)
+            kept = (packing.gather(y[..., : packing.width], slab) for y in (A, A_qk))
+            inverse, pairs = (y.to(x.v.dtype) for y in kept)
+        qg, erase = rows.unbind(2)
+        w = flush(inverse @ erase)
+        dv, d_read = (F.pad(y.mT @ x.v, (0, call.K)) for y in (pairs, qg))
+        _reverse_scan(slab, dv, w, kg, total_decay(x.decay), d_read, columns)
+    return _summary_of(call, packing, columns)
+
+
+def _summary_columns(call, packing: Packing) -> Tensor:
+    """``[N * HV, K, V + K]``: zeros, then the identity."""
+    dtype = compute_dtype(call)
+    zeros = torch.zeros(len(packing.order) * call.HV, call.K, call.V, dtype=dtype)
+    eye = torch.eye(call.K, dtype=dtype).expand(len(zeros), -1, -1)
+    return torch.cat((zeros, eye), dim=-1)
+
+
+def _summary_of(call, packing: Packing, columns: Tensor) -> tuple[Tensor, Tensor]:
+    state, transfer = packing.scatter_state(columns).split((call.V, call.K), dim=-1)
+    return state.contiguous(), transfer.contiguous()
 
 
 def _packing(call) -> Packing:

@@ -29,6 +29,9 @@ def gdn_records(case) -> list[tuple]:
         gdn.forward(call)
         A, A_qk = gdn.forward_residuals(call._replace(disable_recompute=True))[2:4]
         gdn.backward(call, d_o, d_final_state, (A, A_qk, meta(0), meta(0)), mask)
+        gdn.summary(call)
+        gdn.summary_forward(call)
+        gdn.summary_backward(call, A, A_qk)
         recurrent.forward(call)
         u = recurrent.forward_residuals(call)[2]
         recurrent.backward(call, d_o, d_final_state, u, mask)

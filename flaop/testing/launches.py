@@ -86,6 +86,9 @@ def kda_launches(case: Case) -> dict[str, tuple]:
         chunk.forward(call)
         kept = chunk.forward_residuals(call._replace(disable_recompute=True))
         chunk.backward(call, d_o, d_final_state, (*kept[2:4], *[meta(0)] * 6), mask)
+        chunk.summary(call)
+        chunk.summary_forward(call)
+        chunk.summary_backward(call, *kept[2:4])
         recurrent.forward(call)
         u = recurrent.forward_residuals(call)[2]
         recurrent.backward(call, d_o, d_final_state, u, mask)

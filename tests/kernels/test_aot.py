@@ -50,7 +50,7 @@ DEFAULT = [
 PRODUCTS = re.compile(
     r"chunk_((kda|delta)_)?(fwd|bwd)_kernel_|recompute_w_u|solve_tril_bwd"
     r"|chunk_gla_(bwd_kernel_|fwd_kernel_intra\[STORE_A)"
-    r"|chunk_gdn_(fwd|bwd)_kernel_(scan|values|intra|pairs\[PAIRS\])"
+    r"|chunk_gdn_(fwd|bwd)_kernel_(scan|summary|values|intra|pairs\[PAIRS\])"
 )
 FEW = 8  # local-memory instructions that are no spill worth a row
 GROWTH = 1.25  # of the spills on record that fails

@@ -1,4 +1,4 @@
-"""Chunk-parallel simple_gla and gla on the GPU: forward and backward.
+"""Chunk-parallel simple_gla and gla on the GPU: forward, backward, summaries.
 
 Every function takes the checked call (flaop.validation.decay.DecayCall) with at least one token and
 sequence.
@@ -212,3 +212,73 @@ def backward(call, d_o, d_final_state, A, grad_mask):
             dg_gamma = dg_gamma.sum((0, 2)).to(p.g_gamma.dtype)
         grads = (dq, dk, dv, dg, dg_gamma, dh0)
     return tuple(x if wanted else None for x, wanted in zip(grads, grad_mask, strict=True))
+
+
+def summary(call):
+    """(state [N, HV, K, V], decay over all tokens [N, HV, K or 1]) of a call whose q is not read.
+
+    The decay is a product of numbers that the kernels leave per chunk, or a sum of scalar gates.
+    """
+    p = problem(call)
+    segments, work = _summary_parts(p, 0, WORKSPACE)
+    carries = _carries(p, len(segments) - 1)
+    state = p.v.new_empty(p.state_shape, dtype=torch.float32)
+    run = states(p, None, work, state)
+    transfer = None if p.channel else _total_decay(p)
+    for i, (row0, row1) in enumerate(segments):
+        if p.channel:
+            channel.run_intra(p, None, *work, row0, row1)
+            transfer = _times_decay(p, work.decay, row0, row1, transfer)
+        run(*_between(carries, i), row0, row1)
+    return state, transfer
+
+
+def summary_backward(call):
+    """(gradient of the entering state, decay over all tokens) of a call whose v is d_o."""
+    p = problem(call)
+    segments, work = _summary_parts(p, 1, BACKWARD_WORKSPACE)
+    dcarries, dh = _carries(p, 2), _states(p, segments[0][1])
+    d_state = p.v.new_empty(p.state_shape, dtype=torch.float32)
+    run = states_backward(p, p.v, dh, None, d_state, work)
+    transfer = None if p.channel else _total_decay(p)
+    for i in reversed(range(len(segments))):
+        row0, row1 = segments[i]
+        if p.channel:
+            channel.run_intra(p, None, *work, row0, row1)
+            transfer = _times_decay(p, work.decay, row0, row1, transfer)
+        run(dcarries[i % 2], dcarries[1 - i % 2], row0, row1)
+    return d_state, transfer
+
+
+def _summary_parts(p, states, limit):
+    """The segments of a summary that keeps so many states a row, and room for its operands."""
+    row_bytes = _row_bytes(p, states)
+    segments = _segments(p, row_bytes, limit) if row_bytes else [(0, p.rows)]
+    return segments, _decayed(p, segments[0][1])
+
+
+def _times_decay(p, decay, row0, row1, transfer):
+    """The product of the decays [rows', HV, K] of the rows [row0, row1), times transfer."""
+    decay = decay[: row1 - row0]
+    if p.table is None:
+        product = decay.unflatten(0, (-1, p.call.B)).prod(0)
+    else:
+        # rows past the sequence's last chunk hold anything
+        inside = torch.arange(row0, row1, device=decay.device) < p.offsets[-1]
+        product = torch.where(inside.view(-1, 1, 1), decay, 1.0).prod(0, keepdim=True)
+    return product if transfer is None else transfer * product
+
+
+def _total_decay(p):
+    """Of scalar gates over all tokens of each sequence, [N, HV, 1] fp32."""
+    call = p.call
+    gate = p.v.new_zeros(call.B, call.T, call.HV, dtype=torch.float64)
+    if p.g is not None:
+        gate = gate + p.g
+    if p.g_gamma is not None:
+        gate = gate + p.g_gamma
+    if p.table is not None:
+        token = torch.arange(call.T, device=gate.device)
+        inside = (token >= p.bounds[0]) & (token < p.bounds[-1])
+        gate = torch.where(inside[:, None], gate, 0.0)
+    return gate.sum(1).exp().float().unsqueeze(-1)

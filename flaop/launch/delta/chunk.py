@@ -1,4 +1,4 @@
-"""Chunk-parallel KDA on the GPU: forward with and without residuals, backward.
+"""Chunk-parallel KDA on the GPU: forward with and without residuals, backward, summaries.
 
 Every function takes the checked call (flaop.validation.kda.KdaCall) with at least one token and
 sequence.
@@ -15,8 +15,11 @@ from .stages import (
     Workspace,
     intra,
     new_states,
+    new_summary,
     run_intra_backward,
     run_scan_backward,
+    run_summary,
+    run_summary_backward,
     scan,
 )
 
@@ -126,6 +129,12 @@ def forward_residuals(call):
     return o, ht if call.output_final_state else None, A, A_qk, *kept
 
 
+def recompute(call, A):
+    """What `disable_recompute` keeps of a batched call, from A: w, qg, kg, decay, v_new, h."""
+    work, v_new, h = _recompute(problem(call), prepare(A))
+    return *work, v_new, h
+
+
 def _recompute(p, A):
     """The scan operands, corrected values and states again, from A alone."""
     v_new, h = torch.empty_like(p.v), new_states(p)
@@ -159,3 +168,63 @@ def backward(call, d_o, d_final_state, residuals, grad_mask):
         ddt_bias = ddt_bias.sum(0).to(p.dt_bias.dtype).view(p.dt_bias.shape)
     grads = (dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0)
     return tuple(x if wanted else None for x, wanted in zip(grads, grad_mask, strict=True))
+
+
+def summary(call):
+    """(state [N, HV, K, V], transfer matrix [N, HV, K, K]) of a call whose q is not read."""
+    p, run_intra, u, _, work, segments = _summary_parts(call)
+    state, transfer = new_summary(p)
+    for rows in segments:
+        run_intra(*rows)
+        run_summary(p, u, work, state, transfer, *rows)
+    return state, transfer
+
+
+def summary_forward(call):
+    """(o from a state of zeros, read, state, transfer matrix, A, A_qk) of a batched call: from an
+    entering state S the outputs are o + read S."""
+    p = problem(call)
+    o, read = _outputs(p), p.q.new_empty(call.B, call.T, call.HV, call.K)
+    A, A_qk = _token_matrix(p), _token_matrix(p)
+    state, transfer = new_summary(p)
+    segments = _segments(p)
+    work = _workspace(p, segments[0][1])
+    # U waits in the place of o: each tile is read before it is written
+    run_intra = intra(p, A, A_qk, o, work)
+    for rows in segments:
+        run_intra(*rows)
+        run_summary(p, o, work, state, transfer, *rows, A_qk=A_qk, o=o, read=read)
+    return o, read, state, transfer, A, A_qk
+
+
+def summary_backward(call, A, A_qk, *operands):
+    """(gradient of the entering state, its transfer matrix) of a call whose v is d_o.
+
+    A, A_qk: residuals of the forward, or None. operands: w, qg, kg and decay of a batched call
+    (recompute), empty, None, or left out.
+    """
+    if operands and operands[0] is not None and operands[0].dim() == 4:
+        p = problem(call)
+        d_state, transfer = new_summary(p)
+        work = Workspace(*map(prepare, operands))
+        run_summary_backward(p, work, prepare(A_qk), p.v, d_state, transfer, 0, p.rows)
+        return d_state, transfer
+    p, run_intra, _, A_qk, work, segments = _summary_parts(call, A, A_qk)
+    d_state, transfer = new_summary(p)
+    for rows in reversed(segments):
+        run_intra(*rows)
+        run_summary_backward(p, work, A_qk, p.v, d_state, transfer, *rows)
+    return d_state, transfer
+
+
+def _summary_parts(call, A=None, A_qk=None):
+    """The Problem, its within-chunk stages, what they write, and the segments."""
+    p = problem(call)
+    segments, u = _segments(p), torch.empty_like(p.v)
+    work = _workspace(p, segments[0][1])
+    if A is not None:
+        A, A_qk = prepare(A), prepare(A_qk)
+        return p, intra(p, A, None, u, work, load_A=True), u, A_qk, work, segments
+    A_qk = p.q.new_empty(call.B, call.T, call.HV, CHUNK)
+    A = None if p.cuda else torch.empty_like(A_qk)
+    return p, intra(p, A, A_qk, u, work), u, A_qk, work, segments

@@ -1,4 +1,5 @@
-"""Chunk-parallel gated delta rule on the GPU: forward with and without residuals, backward.
+"""Chunk-parallel gated delta rule on the GPU: forward with and without residuals, backward,
+summaries.
 
 Every function takes the checked call (flaop.validation.gated_delta_rule.GdnCall) with at least one
 token and sequence.
@@ -10,9 +11,16 @@ from flaop._extension import bindings
 
 from ..kernel import prepare, scratch
 from ..table import zero_outside, zero_unused
-from .gdn_stages import run_intra_backward, run_pairs, run_scan, run_scan_backward
+from .gdn_stages import (
+    run_intra_backward,
+    run_pairs,
+    run_scan,
+    run_scan_backward,
+    run_summary,
+    run_summary_backward,
+)
 from .problem import CHUNK, scalar_problem
-from .stages import new_states
+from .stages import new_states, new_summary
 
 
 def _pair_matrices(p):
@@ -96,3 +104,42 @@ def backward(call, d_o, d_final_state, residuals, grad_mask):
         ddt_bias = ddt_bias.sum((0, 1)).to(p.dt_bias.dtype)
     grads = (dq, dk, dv, dg, dbeta, dA_log, ddt_bias, dh0)
     return tuple(x if wanted else None for x, wanted in zip(grads, grad_mask, strict=True))
+
+
+def summary(call):
+    """(state [N, HV, K, V], transfer matrix [N, HV, K, K]) of a call whose q is not read."""
+    p = scalar_problem(call)
+    A, A_qk = _pair_matrices(p)
+    factors = run_pairs(p, A, A_qk)
+    state, transfer = new_summary(p)
+    run_summary(p, factors, A, state, transfer)
+    return state, transfer
+
+
+def summary_forward(call):
+    """(o from a state of zeros, read, state, transfer matrix, A, A_qk) of a batched call: from an
+    entering state S the outputs are o + read S."""
+    p = scalar_problem(call)
+    A, A_qk = _pair_matrices(p)
+    o, read = _values(p), p.q.new_empty(call.B, call.T, call.HV, call.K)
+    factors = run_pairs(p, A, A_qk)
+    state, transfer = new_summary(p)
+    run_summary(p, factors, A, state, transfer, A_qk, o, read)
+    return o, read, state, transfer, A, A_qk
+
+
+def summary_backward(call, A, A_qk):
+    """(gradient of the entering state, its transfer matrix) of a call whose v is d_o.
+
+    A, A_qk: residuals of the forward, or None.
+    """
+    p = scalar_problem(call)
+    if A is None:
+        A, A_qk = _pair_matrices(p)
+        factors = run_pairs(p, A, A_qk)
+    else:
+        A, A_qk = prepare(A), prepare(A_qk)
+        factors = run_pairs(p)
+    d_state, transfer = new_summary(p)
+    run_summary_backward(p, factors, A, A_qk, p.v, d_state, transfer)
+    return d_state, transfer

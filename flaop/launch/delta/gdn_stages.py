@@ -9,12 +9,14 @@ from flaop.triton_kernels.configs import gdn as configs
 from ..kernel import Kernel, or_absent, processors
 from ..table import zero_outside
 from .problem import CHUNK
-from .stages import new_states, run_qk_backward
+from .stages import new_states, run_qk_backward, summary_launch
 
 _gates = Kernel("delta.scalar", "chunk_gdn_fwd_kernel_gates")
 _pairs = Kernel("delta.gdn_intra", "chunk_gdn_fwd_kernel_pairs")
 _scan = Kernel("delta.gdn_scan", "chunk_gdn_fwd_kernel_scan")
 _scan_backward = Kernel("delta.gdn_scan", "chunk_gdn_bwd_kernel_scan")
+_summary = Kernel("delta.gdn_summary", "chunk_gdn_fwd_kernel_summary")
+_summary_backward = Kernel("delta.gdn_summary", "chunk_gdn_bwd_kernel_summary")
 _values_backward = Kernel("delta.gdn_bwd", "chunk_gdn_bwd_kernel_values")
 _intra_backward = Kernel("delta.gdn_bwd", "chunk_gdn_bwd_kernel_intra")
 _gates_backward = Kernel("delta.scalar", "chunk_gdn_bwd_kernel_gates")
@@ -131,6 +133,37 @@ def run_scan_backward(p, factors, A, A_qk, do, dht, want_dh0):
         **options,
     )  # fmt: skip
     return dR, dh, dh0
+
+
+def run_summary(p, factors, A, state, transfer, A_qk=None, o=None, read=None):
+    """The state that the tokens leave of zeros, and the transfer matrix; with o and read also what
+    the tokens read of them."""
+    call = p.call
+    grid, constants, options = summary_launch(p, configs.scan)
+    _summary(
+        grid,
+        (
+            p.q, p.k, p.v, A, A_qk, *factors, o, read, state, transfer,
+            p.bounds, p.offsets, call.T, p.B, call.H, call.HV, p.rows,
+        ),
+        constants | {"OUTPUT": o is not None},
+        **options,
+    )  # fmt: skip
+
+
+def run_summary_backward(p, factors, A, A_qk, do, d_state, transfer):
+    """The same for the gradient, back in time."""
+    call = p.call
+    grid, constants, options = summary_launch(p, configs.scan_backward)
+    _summary_backward(
+        grid,
+        (
+            p.q, p.k, A, A_qk, *factors, do, d_state, transfer,
+            p.bounds, p.offsets, call.T, p.B, call.H, call.HV, p.rows,
+        ),
+        constants,
+        **options,
+    )  # fmt: skip
 
 
 def run_intra_backward(p, factors, v_new, h, do, dR, dh):

@@ -19,6 +19,8 @@ _pairs = Kernel("delta.intra", "chunk_kda_fwd_kernel_pairs")
 _wy = Kernel("delta.intra", "chunk_kda_fwd_kernel_wy")
 _scan = Kernel("delta.scan", "chunk_delta_fwd_kernel_scan")
 _scan_backward = Kernel("delta.scan", "chunk_delta_bwd_kernel_scan")
+_summary = Kernel("delta.summary", "chunk_delta_fwd_kernel_summary")
+_summary_backward = Kernel("delta.summary", "chunk_delta_bwd_kernel_summary")
 _values_backward = Kernel("delta.bwd", "chunk_kda_bwd_kernel_values")
 _intra_backward = Kernel("delta.bwd", "chunk_kda_bwd_kernel_intra")
 _beta_backward = Kernel("delta.bwd", "kda_bwd_kernel_beta")
@@ -164,6 +166,58 @@ def run_scan_backward(p, work, A_qk, do, dht, want_dh0):
         **options,
     )  # fmt: skip
     return dv_new, dh, dh0
+
+
+def new_summary(p):
+    """Room for the state [N, HV, K, V] and the transfer matrix [N, HV, K, K], fp32."""
+    call = p.call
+    return tuple(
+        p.v.new_empty(call.N, call.HV, call.K, size, dtype=torch.float32)
+        for size in (call.V, call.K)
+    )
+
+
+def summary_launch(p, function):
+    """(grid, constexprs, options) of a summary kernel with a scan's configuration function.
+
+    Grid: columns of the state and of the transfer matrix, head, sequence.
+    """
+    call = p.call
+    tiles, options = p.config(function)
+    columns = -(-call.V // tiles["BV"]) + -(-call.K // tiles["BV"])
+    constants = tiles | {"PRECISION": p.precision, "STATE_DTYPE": p.state_dtype}
+    return (columns * call.N * call.HV,), constants, options
+
+
+def run_summary(p, u, work, state, transfer, row0, row1, A_qk=None, o=None, read=None):
+    """Takes state and transfer through the rows [row0, row1), which come in order; with o and read
+    also what the tokens read of them."""
+    call = p.call
+    grid, constants, options = summary_launch(p, configs.scan)
+    _summary(
+        grid,
+        (
+            work.w, u, work.qg, work.kg, work.decay, A_qk, o, read, state, transfer,
+            p.bounds, p.offsets, call.T, p.B, call.HV, row0, row1,
+        ),
+        constants | {"OUTPUT": o is not None},
+        **options,
+    )  # fmt: skip
+
+
+def run_summary_backward(p, work, A_qk, do, d_state, transfer, row0, row1):
+    """The same for the gradient, back in time; rows come with the last ones first."""
+    call = p.call
+    grid, constants, options = summary_launch(p, configs.scan_backward)
+    _summary_backward(
+        grid,
+        (
+            work.w, work.qg, work.kg, work.decay, A_qk, do, d_state, transfer,
+            p.bounds, p.offsets, call.T, p.B, call.HV, row0, row1,
+        ),
+        constants,
+        **options,
+    )  # fmt: skip
 
 
 class Gradients(NamedTuple):
