@@ -89,7 +89,7 @@ def _chunk_calls(group: Group) -> Iterator:
 
 
 def _launch_chunks(group: Group) -> None:
-    """Forward without a gradient, forward and backward, summaries."""
+    """Forward without a gradient, forward and backward."""
     from flaop.launch.delta import chunk, gdn
 
     launcher = chunk if group.kind == "kda" else gdn
@@ -102,10 +102,6 @@ def _launch_chunks(group: Group) -> None:
         A, A_qk = launcher.forward_residuals(call)[2:4]
         empty = [torch.empty(0, device="meta")] * residuals
         launcher.backward(call, call.v, d_state, (A, A_qk, *empty), (True,) * 8)
-        if (group.dtype, group.size) == ("bf16", 128):  # context parallelism
-            launcher.summary(call)
-            launcher.summary_forward(call)
-            launcher.summary_backward(call, A, A_qk)
 
 
 def _launch_steps(group: Group) -> None:

@@ -146,7 +146,6 @@ def test_labels_of_the_builder_are_those_of_a_launch(monkeypatch):
         packed._replace(initial_state=None, output_final_state=False),
     ):
         chunk.forward(call)
-        chunk.summary_forward(call)
     assert asked and asked <= wanted
 
 
