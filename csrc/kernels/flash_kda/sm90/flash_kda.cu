@@ -1,0 +1,169 @@
+// The fused inference forward of KDA: from raw inputs to outputs in one pass over memory.
+//
+// One block per (sequence, head, piece). Two warpgroups prepare chunks of 64 tokens in turn
+// (prepare.cuh), two carry the state of 64 values each (scan.cuh); they meet in two stages of
+// shared memory. A sequence in one piece takes one launch; in more, a first pass makes what joins
+// them (pieces.h). Nothing of the size of the inputs is ever stored but the outputs.
+#include <cuda_runtime.h>
+
+#include "pieces.h"
+#include "prepare.cuh"
+#include "scan.cuh"
+
+namespace flaop::flash {
+namespace {
+
+constexpr int kThreads = 4 * kWarpgroup;
+constexpr int kState = kHead * kHead;
+// 65536 registers for two warpgroups of each side. With fewer the scan's products wait for each
+// other.
+template <bool OUTPUT>
+constexpr int kPrepareRegisters = OUTPUT ? 80 : 88;
+template <bool OUTPUT>
+constexpr int kScanRegisters = 256 - kPrepareRegisters<OUTPUT>;
+constexpr int kZeroBlocks = 32;
+
+// Blocks (sequence, part, head) and, behind them, those of zero_outside.
+// What a block of the first pass makes: the state that piece `piece` leaves, or its transfer
+// matrix.
+struct Summary {
+  int piece;
+  bool transfer;
+};
+__device__ __forceinline__ Summary summary(const flaop_flash_kda& p, int index) {
+  const bool transfer = index >= p.pieces - 1;
+  return {transfer ? index - (p.pieces - 1) + 1 : index, transfer};
+}
+
+__device__ __forceinline__ float* summary_state(const flaop_flash_kda& p, int index,
+                                                int64_t sequence_head) {
+  return p.workspace + (static_cast<int64_t>(index) * p.N * p.H + sequence_head) * kState;
+}
+
+// Rows of o that lie in no sequence.
+__device__ void zero_outside(const flaop_flash_kda& p, Shared& s, int part) {
+  find_bounds(p, s, p.N, kThreads);
+  const int begin = bound(p, 0), end = s.start;
+  const int64_t row = static_cast<int64_t>(p.H) * kHead / 8;
+  uint4* o = static_cast<uint4*>(p.o);
+  const int64_t stride = static_cast<int64_t>(kZeroBlocks) * kThreads;
+  const int64_t first = static_cast<int64_t>(part) * kThreads + threadIdx.x;
+  for (int64_t i = first; i < begin * row; i += stride) o[i] = make_uint4(0, 0, 0, 0);
+  for (int64_t i = end * row + first; i < p.T * row; i += stride) o[i] = make_uint4(0, 0, 0, 0);
+}
+
+template <bool OUTPUT>
+__global__ void __launch_bounds__(kThreads, 1)
+    flash_kda_kernel(const __grid_constant__ flaop_flash_kda p, int parts) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  Shared& s = *reinterpret_cast<Shared*>(memory);
+  const int head = blockIdx.x % p.H, part = blockIdx.x / p.H % parts;
+  const int sequence = blockIdx.x / p.H / parts;
+  if (sequence >= p.N) return zero_outside(p, s, blockIdx.x - p.N * p.H * parts);
+
+  if (threadIdx.x == 0)
+    for (int i = 0; i < 2; ++i) {
+      barrier_init(&s.full[i], kWarpgroup / 32);
+      barrier_init(&s.empty[i], 2 * kWarpgroup / 32);
+    }
+  Summary what{part, false};
+  if constexpr (!OUTPUT) what = summary(p, part);
+  const Piece piece = find_piece(p, s, sequence, head, what.piece, kThreads);
+  __syncthreads();
+
+  const int64_t sequence_head = piece.sequence_head(p);
+  const int group = threadIdx.x / kWarpgroup;
+  if (group < 2) {
+    give_registers<kPrepareRegisters<OUTPUT>>();
+    prepare<OUTPUT>(p, s, piece, group, !what.transfer);
+  } else {
+    take_registers<kScanRegisters<OUTPUT>>();
+    StateSource source{nullptr, FLAOP_F32, what.transfer};
+    float* to = nullptr;
+    if (piece.index == 0 && p.initial_state != nullptr) {
+      const int64_t bytes = p.state_dtype == FLAOP_F32 ? 4 : 2;
+      source.from = static_cast<const char*>(p.initial_state) + sequence_head * kState * bytes;
+      source.dtype = p.state_dtype;
+    }
+    if constexpr (OUTPUT) {
+      if (piece.index > 0) source.from = summary_state(p, piece.index - 1, sequence_head);
+      if (piece.index == p.pieces - 1 && p.final_state != nullptr)
+        to = p.final_state + sequence_head * kState;
+    } else {
+      to = summary_state(p, part, sequence_head);
+    }
+    scan<OUTPUT>(p, s, piece, group - 2, !what.transfer, source, to);
+  }
+}
+
+constexpr int kJoinRows = 16;
+
+// The states that pieces leave, in order: S_p <- S_(p-1) transfer_p + S_p. A block: 16 values of a
+// sequence and head; a thread: a channel.
+__global__ void __launch_bounds__(kHead) join_kernel(const __grid_constant__ flaop_flash_kda p) {
+  __shared__ float before[kJoinRows][kHead];
+  const int64_t sequence_head = blockIdx.x / (kHead / kJoinRows);
+  const int offset = blockIdx.x % (kHead / kJoinRows) * kJoinRows * kHead + threadIdx.x;
+  const float* first = summary_state(p, 0, sequence_head) + offset;
+  for (int i = 0; i < kJoinRows; ++i) before[i][threadIdx.x] = first[i * kHead];
+  for (int piece = 1; piece < p.pieces - 1; ++piece) {
+    float* own = summary_state(p, piece, sequence_head) + offset;
+    const float* transfer = summary_state(p, p.pieces - 2 + piece, sequence_head) + threadIdx.x;
+    float sum[kJoinRows];
+#pragma unroll
+    for (int i = 0; i < kJoinRows; ++i) sum[i] = own[i * kHead];
+    __syncthreads();
+#pragma unroll 4
+    for (int k = 0; k < kHead; ++k) {
+      const float x = transfer[k * kHead];
+#pragma unroll
+      for (int i = 0; i < kJoinRows; ++i) sum[i] += before[i][k] * x;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kJoinRows; ++i) own[i * kHead] = before[i][threadIdx.x] = sum[i];
+  }
+}
+
+template <bool OUTPUT>
+cudaError_t launch(const flaop_flash_kda& p, int64_t parts, int zero_blocks, cudaStream_t stream) {
+  const auto kernel = flash_kda_kernel<OUTPUT>;
+  const int64_t blocks = static_cast<int64_t>(p.N) * p.H * parts + zero_blocks;
+  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared));
+  if (error != cudaSuccess) return error;
+  kernel<<<static_cast<unsigned>(blocks), kThreads, sizeof(Shared), stream>>>(
+      p, static_cast<int>(parts));
+  return cudaGetLastError();
+}
+
+cudaError_t launch_all(const flaop_flash_kda& p, cudaStream_t stream) {
+  if (p.pieces < 1) return cudaErrorInvalidValue;
+  if (p.pieces > 1) {
+    cudaError_t error = launch<false>(p, summaries(p.pieces), 0, stream);
+    if (error != cudaSuccess) return error;
+    if (p.pieces > 2) {
+      join_kernel<<<static_cast<unsigned>(p.N * p.H * (kHead / kJoinRows)), kHead, 0, stream>>>(p);
+      error = cudaGetLastError();
+      if (error != cudaSuccess) return error;
+    }
+  }
+  return launch<true>(p, p.pieces, p.cu_seqlens != nullptr ? kZeroBlocks : 0, stream);
+}
+
+}  // namespace
+}  // namespace flaop::flash
+
+extern "C" int32_t flaop_flash_kda_pieces(int64_t T, int64_t N, int64_t H, int32_t packed,
+                                          int32_t processors) {
+  return static_cast<int32_t>(flaop::flash::choose(T, N, H, packed, processors));
+}
+
+extern "C" int64_t flaop_flash_kda_workspace(int64_t N, int64_t H, int64_t pieces) {
+  return flaop::flash::workspace_bytes(N * H, pieces);
+}
+
+extern "C" int flaop_flash_kda_launch(const flaop_flash_kda* params, void* stream) {
+  return flaop::flash::launch_all(*params, static_cast<cudaStream_t>(stream));
+}

@@ -1,0 +1,131 @@
+// Shared memory of the fused kernel, and the piece of a sequence that a block works on.
+#pragma once
+#include "../../kda/common.cuh"
+#include "flash_kda.h"
+#include "hopper.cuh"
+
+namespace flaop::flash {
+
+using bf16 = __nv_bfloat16;
+
+// A [64, D] tile is stored as D / 8 columns of 64 rows of 16 bytes: eight rows of a column are a
+// core matrix of wgmma. 16 bytes between columns keep accesses along D off each other's banks.
+constexpr int kColumn = kTokens * 8 + 8;
+__device__ __forceinline__ unsigned place(unsigned token, unsigned channel) {
+  return channel / 8 * kColumn + token * 8 + channel % 8;
+}
+constexpr uint32_t kAlongChannels = kColumn * sizeof(bf16), kAlongTokens = 8 * 8 * sizeof(bf16);
+// Operands of wgmma: 16 channels (k), all tokens (n); and 16 tokens (k), all channels (n).
+__device__ __forceinline__ uint64_t by_channels(const bf16* tile, int step) {
+  return operand(tile, 2 * step * kAlongChannels, kAlongChannels, kAlongTokens);
+}
+__device__ __forceinline__ uint64_t by_tokens(const bf16* tile, int step) {
+  return operand(tile, 2 * step * kAlongTokens, kAlongTokens, kAlongChannels);
+}
+
+constexpr int kWide = kHead / 8 * kColumn, kSquare = kTokens / 8 * kColumn;
+
+__device__ __forceinline__ uint32_t& word(bf16* tile, unsigned token, unsigned channel) {
+  return *reinterpret_cast<uint32_t*>(tile + place(token, channel));
+}
+__device__ __forceinline__ uint32_t word(const bf16* row, unsigned channel) {
+  return *reinterpret_cast<const uint32_t*>(row + channel);
+}
+
+__device__ __forceinline__ void load8(float (&x)[8], const float* from) {
+#pragma unroll
+  for (int i = 0; i < 8; i += 4) {
+    const float4 y = *reinterpret_cast<const float4*>(from + i);
+    x[i] = y.x;
+    x[i + 1] = y.y;
+    x[i + 2] = y.z;
+    x[i + 3] = y.w;
+  }
+}
+
+// What the two sides hand over for a chunk. Rows of q and k are not normalised: the factors of
+// rows go with the products. G: gate sum from the chunk's start.
+struct Stage {
+  bf16 q[kWide];    // q, then its rows decayed within blocks, then q exp2(G)
+  bf16 k[kWide];    // k, then its rows decayed within blocks, then k exp2(G)
+  bf16 g[kWide];    // g, then k decayed to the end of its block, then k exp2(G_last - G)
+  bf16 v[kWide];    // k by the reciprocals of the rows' factors, then v, then o
+  bf16 A[kSquare];  // k_norm of its rows, the inverse, beta of its columns
+  bf16 A_qk[kSquare];
+  float decay[kHead];                      // exp2(G_last)
+  float q_norm[kTokens], k_norm[kTokens];  // 1 / norm; of q times the scale
+};
+
+// Of one preparing warpgroup.
+struct Scratch {
+  float L[kTokens][kTokens + 4];
+  __half X[kTokens][kTokens + 8];  // the inverse
+  float total[kBlocks][kHead];     // decay over a block
+  bf16 total16[kBlocks][kHead];    // the same, rounded
+  float own[kTokens];              // q k of a token
+  float beta[kTokens];
+  float shift[kHead];  // rate times bias of the gate
+};
+
+struct Shared {
+  Stage stage[2];
+  Scratch scratch[2];
+  uint64_t full[2], empty[2];
+  int start, end;
+};
+
+// Rows are decayed from the start of their block and multiplied by this: half the range of 16
+// gates of -5 in base 2, so that no product of a factor of a row and one of a column leaves fp32.
+constexpr float kRowScale = 0x1p57f;
+
+// The work of a block: some chunks of one sequence and head, and whose state comes and goes.
+struct Piece {
+  int sequence, head, index;
+  int64_t token;  // the first one in the flattened tensor
+  int length;     // tokens
+  int chunks;
+
+  __device__ int64_t sequence_head(const flaop_flash_kda& p) const {
+    return static_cast<int64_t>(sequence) * p.H + head;
+  }
+};
+
+__device__ __forceinline__ int bound(const flaop_flash_kda& p, int n) {
+  const int64_t x = p.long_seqlens ? static_cast<const int64_t*>(p.cu_seqlens)[n]
+                                   : static_cast<const int32_t*>(p.cu_seqlens)[n];
+  return static_cast<int>(x < 0 ? 0 : x > p.T ? p.T : x);
+}
+
+// Start and end of a packed sequence: boundaries never decrease, so a wrong one reads nothing
+// outside. By all threads of the block.
+__device__ __forceinline__ void find_bounds(const flaop_flash_kda& p, Shared& s, int n,
+                                            int threads) {
+  if (threadIdx.x == 0) s.start = 0;
+  __syncthreads();
+  int most = 0;
+  for (int i = threadIdx.x; i <= n; i += threads) most = max(most, bound(p, i));
+  atomicMax(&s.start, most);
+  __syncthreads();
+  if (threadIdx.x == 0) s.end = n < p.N ? max(s.start, bound(p, n + 1)) : s.start;
+  __syncthreads();
+}
+
+// Heads are fastest: blocks that run together read neighbouring memory.
+__device__ __forceinline__ Piece find_piece(const flaop_flash_kda& p, Shared& s, int sequence,
+                                            int head, int index, int threads) {
+  int start = 0, length = p.T;
+  int64_t first = static_cast<int64_t>(sequence) * p.T;
+  if (p.cu_seqlens != nullptr) {
+    find_bounds(p, s, sequence, threads);
+    start = s.start;
+    length = s.end - start;
+    first = start;
+  }
+  const int64_t chunks = (length + kTokens - 1) / kTokens;
+  const int from = static_cast<int>(chunks * index / p.pieces);
+  const int to = static_cast<int>(chunks * (index + 1) / p.pieces);
+  const int until = min(to * kTokens, length);
+  return {sequence, head, index, first + from * kTokens, until - from * kTokens, to - from};
+}
+
+}  // namespace flaop::flash
