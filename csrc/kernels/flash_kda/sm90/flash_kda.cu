@@ -1,9 +1,9 @@
 // The fused inference forward of KDA: from raw inputs to outputs in one pass over memory.
 //
-// One block per (sequence, head, piece). Two warpgroups prepare chunks of 64 tokens in turn
-// (prepare.cuh), two carry the state of 64 values each (scan.cuh); they meet in two stages of
-// shared memory. A sequence in one piece takes one launch; in more, a first pass makes what joins
-// them (pieces.h). Nothing of the size of the inputs is ever stored but the outputs.
+// One block per (sequence, head, piece). Two warpgroups prepare chunks of 64 tokens (prepare.cuh),
+// two carry the state of 64 values each (scan.cuh); they meet in two stages of shared memory. A
+// sequence in one piece takes one launch; in more, a first pass makes what joins them (pieces.h).
+// Nothing of the size of the inputs is ever stored but the outputs.
 #include <cuda_runtime.h>
 
 #include "pieces.h"
@@ -63,19 +63,24 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   if (threadIdx.x == 0)
     for (int i = 0; i < 2; ++i) {
-      barrier_init(&s.full[i], kWarpgroup / 32);
+      barrier_init(&s.full[i], 2 * kWarpgroup / 32);
       barrier_init(&s.empty[i], 2 * kWarpgroup / 32);
     }
   Summary what{part, false};
   if constexpr (!OUTPUT) what = summary(p, part);
   const Piece piece = find_piece(p, s, sequence, head, what.piece, kThreads);
+  if (threadIdx.x == 0) s.piece = piece;
+#ifdef FLAOP_FLASH_CLOCK
+  if (threadIdx.x < 16 * kClockSteps)
+    s.clocks[threadIdx.x / kClockSteps][threadIdx.x % kClockSteps] = 0;
+#endif
   __syncthreads();
 
   const int64_t sequence_head = piece.sequence_head(p);
   const int group = threadIdx.x / kWarpgroup;
   if (group < 2) {
     give_registers<kPrepareRegisters<OUTPUT>>();
-    prepare<OUTPUT>(p, s, piece, group, !what.transfer);
+    prepare<OUTPUT>(p, s, !what.transfer);
   } else {
     take_registers<kScanRegisters<OUTPUT>>();
     StateSource source{nullptr, FLAOP_F32, what.transfer};
@@ -92,16 +97,25 @@ __global__ void __launch_bounds__(kThreads, 1)
     } else {
       to = summary_state(p, part, sequence_head);
     }
-    scan<OUTPUT>(p, s, piece, group - 2, !what.transfer, source, to);
+    scan<OUTPUT>(p, s, group - 2, !what.transfer, source, to);
   }
+#ifdef FLAOP_FLASH_CLOCK
+  __syncwarp();
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (OUTPUT && lane < kClockSteps) {
+    const unsigned long long sum = s.clocks[warp][lane];
+    atomicAdd(&clocks[warp][lane], sum);
+  }
+#endif
 }
 
 constexpr int kJoinRows = 16;
+constexpr int kJoinDepth = 32;  // loads of a thread in flight
 
 // The states that pieces leave, in order: S_p <- S_(p-1) transfer_p + S_p. A block: 16 values of a
 // sequence and head; a thread: a channel.
 __global__ void __launch_bounds__(kHead) join_kernel(const __grid_constant__ flaop_flash_kda p) {
-  __shared__ float before[kJoinRows][kHead];
+  __shared__ __align__(16) float before[kJoinRows][kHead];
   const int64_t sequence_head = blockIdx.x / (kHead / kJoinRows);
   const int offset = blockIdx.x % (kHead / kJoinRows) * kJoinRows * kHead + threadIdx.x;
   const float* first = summary_state(p, 0, sequence_head) + offset;
@@ -113,11 +127,20 @@ __global__ void __launch_bounds__(kHead) join_kernel(const __grid_constant__ fla
 #pragma unroll
     for (int i = 0; i < kJoinRows; ++i) sum[i] = own[i * kHead];
     __syncthreads();
-#pragma unroll 4
-    for (int k = 0; k < kHead; ++k) {
-      const float x = transfer[k * kHead];
+    for (int first = 0; first < kHead; first += kJoinDepth) {
+      float x[kJoinDepth];
 #pragma unroll
-      for (int i = 0; i < kJoinRows; ++i) sum[i] += before[i][k] * x;
+      for (int k = 0; k < kJoinDepth; ++k) x[k] = transfer[(first + k) * kHead];
+#pragma unroll
+      for (int k = 0; k < kJoinDepth; k += 4)
+#pragma unroll
+        for (int i = 0; i < kJoinRows; ++i) {
+          const float4 y = *reinterpret_cast<const float4*>(&before[i][first + k]);
+          sum[i] += y.x * x[k];
+          sum[i] += y.y * x[k + 1];
+          sum[i] += y.z * x[k + 2];
+          sum[i] += y.w * x[k + 3];
+        }
     }
     __syncthreads();
 #pragma unroll
@@ -163,6 +186,17 @@ extern "C" int32_t flaop_flash_kda_pieces(int64_t T, int64_t N, int64_t H, int32
 extern "C" int64_t flaop_flash_kda_workspace(int64_t N, int64_t H, int64_t pieces) {
   return flaop::flash::workspace_bytes(N * H, pieces);
 }
+
+#ifdef FLAOP_FLASH_CLOCK
+// Cycles by warp and step since the last call, to 16 * 16 numbers.
+extern "C" int flaop_flash_kda_clocks(unsigned long long* to) {
+  constexpr size_t kBytes = sizeof(flaop::flash::clocks);
+  static const unsigned long long zero[16][flaop::flash::kClockSteps] = {};
+  cudaError_t error = cudaMemcpyFromSymbol(to, flaop::flash::clocks, kBytes);
+  if (error == cudaSuccess) error = cudaMemcpyToSymbol(flaop::flash::clocks, zero, kBytes);
+  return error;
+}
+#endif
 
 extern "C" int flaop_flash_kda_launch(const flaop_flash_kda* params, void* stream) {
   return flaop::flash::launch_all(*params, static_cast<cudaStream_t>(stream));

@@ -4,10 +4,11 @@
 
 namespace flaop {
 
-// Threads of a warpgroup, and a barrier of one: id 1 to 15.
-constexpr int kWarpgroup = 128;
-__device__ __forceinline__ void warpgroup_sync(int id) {
-  asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory");
+constexpr int kWarpgroup = 128;  // threads
+// A barrier of some warps: id 1 to 15.
+template <int THREADS>
+__device__ __forceinline__ void threads_sync(int id) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
 }
 
 // Two bf16 products, each rounded once.
@@ -19,6 +20,11 @@ __device__ __forceinline__ uint32_t multiply_bf16(uint32_t a, uint32_t b) {
 __device__ __forceinline__ float reciprocal_approx(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float rsqrt_approx(float x) {
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
@@ -91,6 +97,13 @@ __device__ __forceinline__ void wgmma_commit() {
 template <int PENDING>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+// The assembler moves no access to memory across this; without it loads sink to their uses.
+__device__ __forceinline__ void keep_order() { __syncwarp(); }
+// What is computed from x is computed anew behind this, so that no register holds it meanwhile. By
+// all lanes; the assembler sees through less than a shuffle.
+__device__ __forceinline__ void forget(unsigned& x) {
+  asm volatile("shfl.sync.bfly.b32 %0, %0, 0, 31, -1;" : "+r"(x));
 }
 // Nothing that reads or writes x moves across this.
 template <int N>

@@ -9,79 +9,90 @@ struct PairSums {
   float qk[2][4], kk[2][4];
 };
 
-// Adds up all channels. rows of k, and of q; columns, which BETWEEN factors of their channels
-// multiply.
-template <bool OUTPUT, int BETWEEN>
+// Operands of 16 channels: rows of k, of q, and columns.
+struct PairStep {
+  uint32_t k[4], q[4], x[4], factor[2];
+};
+
+// Adds up all channels. rows of k, and of q; columns, which with BETWEEN the factors of their
+// channels multiply. Operands are loaded two steps ahead; ORDER: the assembler is kept from loading
+// them later, which it otherwise does where registers are short.
+template <bool OUTPUT, bool BETWEEN, bool ORDER>
 __device__ __forceinline__ void add_pairs(PairSums& sums, const bf16* k, const bf16* q,
                                           const bf16* columns, const bf16* factor) {
-#pragma unroll 4
-  for (int c = 0; c < kHead; c += 16) {
-    uint32_t row[4], x[4];
-    load_matrices(row, k + place(0, c));
-    load_matrices(x, columns + place(0, c));
-    if constexpr (BETWEEN > 0) {
-      uint32_t low = word(factor, c), high = word(factor, c + 8);
-      if constexpr (BETWEEN > 1) {
-        low = multiply_bf16(low, word(factor, kHead + c));
-        high = multiply_bf16(high, word(factor, kHead + c + 8));
-      }
-      x[0] = multiply_bf16(x[0], low);
-      x[1] = multiply_bf16(x[1], high);
-      x[2] = multiply_bf16(x[2], low);
-      x[3] = multiply_bf16(x[3], high);
+  PairStep steps[3];
+  const auto load = [&](int i) {
+    PairStep& step = steps[i % 3];
+    load_matrices(step.x, columns + place(0, 16 * i));
+    load_matrices(step.k, k + place(0, 16 * i));
+    if constexpr (OUTPUT) load_matrices(step.q, q + place(0, 16 * i));
+    if constexpr (BETWEEN) {
+      step.factor[0] = word(factor, 16 * i);
+      step.factor[1] = word(factor, 16 * i + 8);
     }
-    mma(sums.kk[0], row, x[0], x[1], bf16());
-    mma(sums.kk[1], row, x[2], x[3], bf16());
+  };
+  load(0);
+  load(1);
+#pragma unroll
+  for (int i = 0; i < kHead / 16; ++i) {
+    PairStep& now = steps[i % 3];
+    if (i + 2 < kHead / 16) load(i + 2);
+    if constexpr (ORDER) keep_order();
+    if constexpr (BETWEEN)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) now.x[j] = multiply_bf16(now.x[j], now.factor[j % 2]);
+    mma(sums.kk[0], now.k, now.x[0], now.x[1], bf16());
+    mma(sums.kk[1], now.k, now.x[2], now.x[3], bf16());
     if constexpr (OUTPUT) {
-      load_matrices(row, q + place(0, c));
-      mma(sums.qk[0], row, x[0], x[1], bf16());
-      mma(sums.qk[1], row, x[2], x[3], bf16());
+      mma(sums.qk[0], now.q, now.x[0], now.x[1], bf16());
+      mma(sums.qk[1], now.q, now.x[2], now.x[3], bf16());
     }
   }
 }
 
-// The pairs of rows of block I with columns of block J: L, and A_qk.
-template <bool OUTPUT>
+// A warp: rows of block I and columns of block J: L, and A_qk. factor: of the blocks between.
+template <bool OUTPUT, bool DIAGONAL, bool BETWEEN>
 __device__ __forceinline__ void pairs(Stage& stage, Scratch& s, unsigned I, unsigned J,
-                                      unsigned lane) {
+                                      const bf16* factor, unsigned lane) {
   const unsigned r = lane / 4, p = 2 * (lane % 4), matrix = lane / 8;
-  const unsigned row = place(kBlock * I + 8 * (matrix % 2) + lane % 8, 8 * (matrix / 2));
+  const unsigned row = place(kBlock * I + lane % 16, 8 * (lane / 16));
   const unsigned column = place(kBlock * J + 8 * (matrix / 2) + lane % 8, 8 * (matrix % 2));
-  const bf16 *k = stage.k + row, *q = stage.q + row;
-  const bf16* columns = (I == J ? stage.v : stage.g) + column;
-  const bf16* factor = s.total16[J + 1] + p;  // of the block between, if there is one
-  PairSums sums{};
-  if (I <= J + 1) {
-    add_pairs<OUTPUT, 0>(sums, k, q, columns, factor);
-  } else if (I == J + 2) {
-    add_pairs<OUTPUT, 1>(sums, k, q, columns, factor);
-  } else {
-    add_pairs<OUTPUT, 2>(sums, k, q, columns, factor);
-  }
-  const float unit = I == J ? 1.f : 1.f / kRowScale;
+  float2 norm[2];
+  float factor_k[2], own[2];
+  const float unit = DIAGONAL ? 1.f : 1.f / kRowScale;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const unsigned t = kBlock * I + r + 8 * i;
-    const float factor_k = s.beta[t] * stage.k_norm[t] * unit;
-    const float own = s.own[t];
+    norm[i] = load2(&stage.k_norm[kBlock * J + 8 * i + p]);
+    factor_k[i] = s.beta[t] * stage.k_norm[t] * unit;
+    if constexpr (OUTPUT && DIAGONAL) own[i] = s.own[t];
+  }
+  PairSums sums{};
+  add_pairs<OUTPUT, BETWEEN, !BETWEEN && !DIAGONAL>(
+      sums, stage.k + row, stage.q + row, (DIAGONAL ? s.reciprocal : stage.g) + column, factor + p);
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      const unsigned u = kBlock * J + 8 * n + p;
-      const float2 norm = load2(&stage.k_norm[u]);
+      const unsigned t = r + 8 * i, u = 8 * n + p;
       const float *kk = &sums.kk[n][2 * i], *qk = &sums.qk[n][2 * i];
-      float l[2] = {kk[0] * factor_k * norm.x, kk[1] * factor_k * norm.y};
+      float l[2] = {kk[0] * factor_k[i] * norm[n].x, kk[1] * factor_k[i] * norm[n].y};
       float a[2] = {qk[0] * unit, qk[1] * unit};
+      if constexpr (DIAGONAL) {
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        if (t <= u + j) {
-          l[j] = 0.f;
-          a[j] = t == u + j ? own : 0.f;
+        for (int j = 0; j < 2; ++j) {
+          if (t <= u + j) {
+            l[j] = 0.f;
+            a[j] = OUTPUT && t == u + j ? own[i] : 0.f;
+          }
+          s.diagonal[I][u + j][t] = l[j];
         }
+      } else {
+        *reinterpret_cast<uint32_t*>(&s.below[below(I, J)][n][t][p]) = pack_half(l[0], l[1]);
       }
-      *reinterpret_cast<float2*>(&s.L[t][u]) = make_float2(l[0], l[1]);
-      if constexpr (OUTPUT) word(stage.A_qk, t, u) = pack_bf16(a[0], a[1]);
+      if constexpr (OUTPUT)
+        word(stage.A_qk, kBlock * I + t, kBlock * J + u) = pack_bf16(a[0], a[1]);
     }
-  }
 }
 
 }  // namespace flaop::flash

@@ -32,8 +32,9 @@ __device__ __forceinline__ void round_operand(uint32_t (&a)[4], const float* c) 
 }
 
 template <bool OUTPUT>
-__device__ __forceinline__ void scan(const flaop_flash_kda& p, Shared& shared, const Piece& piece,
-                                     int group, bool with_values, StateSource source, float* to) {
+__device__ __forceinline__ void scan(const flaop_flash_kda& p, Shared& shared, int group,
+                                     bool with_values, StateSource source, float* to) {
+  const Piece& piece = shared.piece;  // read anew for each chunk: registers are short
   const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
   const int r = lane / 4, c = 2 * (lane % 4);
   const int value = 64 * group + 16 * warp;  // first row of the warp
@@ -53,9 +54,11 @@ __device__ __forceinline__ void scan(const flaop_flash_kda& p, Shared& shared, c
 
   // Two blocks of eight tokens by two of eight values, as load_matrices_transposed wants them.
   const int at = place(8 * (lane / 16) + lane % 8, value + 8 * (lane / 8 % 2));
+  FLAOP_CLOCK_START(shared);
   for (int chunk = 0; chunk < piece.chunks; ++chunk) {
     Stage& stage = shared.stage[chunk % 2];
     barrier_wait(&shared.full[chunk % 2], chunk / 2 % 2);
+    FLAOP_CLOCK_STEP(0);  // waiting for operands
 
     uint32_t state[8][4];
 #pragma unroll
@@ -68,6 +71,7 @@ __device__ __forceinline__ void scan(const flaop_flash_kda& p, Shared& shared, c
     wgmma_commit();
     wgmma_wait<0>();
     pin(x);
+    FLAOP_CLOCK_STEP(1);  // X
 
     uint32_t error[4][4];
 #pragma unroll
@@ -81,6 +85,7 @@ __device__ __forceinline__ void scan(const flaop_flash_kda& p, Shared& shared, c
             pack_bf16(y.x - norm.x * x[8 * i + 2 * j], y.y - norm.y * x[8 * i + 2 * j + 1]);
       }
     }
+    FLAOP_CLOCK_STEP(2);  // its rounding
     float y[32];
     wgmma_fence();
     wgmma_n64<false>(y, error[0], by_channels(stage.A, 0));
@@ -89,6 +94,7 @@ __device__ __forceinline__ void scan(const flaop_flash_kda& p, Shared& shared, c
     wgmma_commit();
     wgmma_wait<0>();
     pin(y);
+    FLAOP_CLOCK_STEP(3);  // V'
 
     uint32_t v_new[4][4];
 #pragma unroll
@@ -117,11 +123,13 @@ __device__ __forceinline__ void scan(const flaop_flash_kda& p, Shared& shared, c
 #pragma unroll
     for (int i = 0; i < 4; ++i) wgmma_n128_transposed(S, v_new[i], by_tokens(stage.g, i));
     wgmma_commit();
+    FLAOP_CLOCK_STEP(4);  // products for o and S under way
 
     if constexpr (OUTPUT) {
       wgmma_wait<1>();
       pin(o);
-      // this warp's values were read from there above, by itself
+      FLAOP_CLOCK_STEP(5);  // o
+                            // this warp's values were read from there above, by itself
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         uint32_t rounded[4];
@@ -133,22 +141,28 @@ __device__ __forceinline__ void scan(const flaop_flash_kda& p, Shared& shared, c
         store_matrices_transposed(stage.v + at + 16 * 8 * i, rounded[0], rounded[1], rounded[2],
                                   rounded[3]);
       }
-      warpgroup_sync(3 + group);
+      threads_sync<kWarpgroup>(3 + group);
+      FLAOP_CLOCK_STEP(6);  // o in shared memory
       const int length = min(piece.length - chunk * kTokens, kTokens);
       const int channel = 64 * group + 8 * (thread % 8);
       const int64_t first = piece.token + static_cast<int64_t>(chunk) * kTokens;
+      uint4 rows[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        rows[i] = *reinterpret_cast<const uint4*>(stage.v + place(16 * i + thread / 8, channel));
+      bf16* o_row =
+          static_cast<bf16*>(p.o) + ((first + thread / 8) * p.H + piece.head) * kHead + channel;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int t = 16 * i + thread / 8;
-        if (t < length)
-          *reinterpret_cast<uint4*>(static_cast<bf16*>(p.o) +
-                                    ((first + t) * p.H + piece.head) * kHead + channel) =
-              *reinterpret_cast<const uint4*>(stage.v + place(t, channel));
+        if (16 * i + thread / 8 < length) *reinterpret_cast<uint4*>(o_row) = rows[i];
+        o_row += static_cast<int64_t>(16) * p.H * kHead;
       }
     }
+    FLAOP_CLOCK_STEP(7);  // o stored
     wgmma_wait<0>();
     pin(S);
     barrier_arrive_warp(&shared.empty[chunk % 2], lane);
+    FLAOP_CLOCK_STEP(8);  // S
   }
 
   if (to == nullptr) return;

@@ -1,6 +1,7 @@
 // Shared memory of the fused kernel, and the piece of a sequence that a block works on.
 #pragma once
 #include "../../kda/common.cuh"
+#include "clock.cuh"
 #include "flash_kda.h"
 #include "hopper.cuh"
 
@@ -49,30 +50,32 @@ struct Stage {
   bf16 q[kWide];    // q, then its rows decayed within blocks, then q exp2(G)
   bf16 k[kWide];    // k, then its rows decayed within blocks, then k exp2(G)
   bf16 g[kWide];    // g, then k decayed to the end of its block, then k exp2(G_last - G)
-  bf16 v[kWide];    // k by the reciprocals of the rows' factors, then v, then o
+  bf16 v[kWide];    // v, then o
   bf16 A[kSquare];  // k_norm of its rows, the inverse, beta of its columns
   bf16 A_qk[kSquare];
   float decay[kHead];                      // exp2(G_last)
   float q_norm[kTokens], k_norm[kTokens];  // 1 / norm; of q times the scale
 };
 
-// Of one preparing warpgroup.
+// A block of 16 x 16 values of 16 bits: two halves of eight columns, a row of one is 16 bytes.
+using Square = __half[2][kBlock][8];
+
+// Of the preparing side.
 struct Scratch {
-  float L[kTokens][kTokens + 4];
-  __half X[kTokens][kTokens + 8];  // the inverse
-  float total[kBlocks][kHead];     // decay over a block
-  bf16 total16[kBlocks][kHead];    // the same, rounded
-  float own[kTokens];              // q k of a token
+  bf16 reciprocal[kWide];                       // k by the reciprocals of the rows' factors
+  float diagonal[kBlocks][kBlock][kBlock + 4];  // diagonal blocks of L, transposed
+  Square below[kBlocks * (kBlocks - 1) / 2];    // blocks of L below them, see below()
+  Square inverse[kBlocks];                      // inverses of the diagonal blocks, transposed
+  float total[kBlocks][kHead];                  // decay over a block
+  bf16 total16[kBlocks + 1][kHead];             // the same, rounded; of blocks 1 and 2 together
+  float own[kTokens];                           // q k of a token
   float beta[kTokens];
   float shift[kHead];  // rate times bias of the gate
 };
-
-struct Shared {
-  Stage stage[2];
-  Scratch scratch[2];
-  uint64_t full[2], empty[2];
-  int start, end;
-};
+// Index of block (I, J), I > J.
+__device__ __forceinline__ constexpr unsigned below(unsigned I, unsigned J) {
+  return I * (I - 1) / 2 + J;
+}
 
 // Rows are decayed from the start of their block and multiplied by this: half the range of 16
 // gates of -5 in base 2, so that no product of a factor of a row and one of a column leaves fp32.
@@ -88,6 +91,17 @@ struct Piece {
   __device__ int64_t sequence_head(const flaop_flash_kda& p) const {
     return static_cast<int64_t>(sequence) * p.H + head;
   }
+};
+
+struct Shared {
+  Stage stage[2];
+  Scratch scratch;
+  uint64_t full[2], empty[2];
+  Piece piece;
+  int start, end;
+#ifdef FLAOP_FLASH_CLOCK
+  uint32_t clocks[16][kClockSteps];
+#endif
 };
 
 __device__ __forceinline__ int bound(const flaop_flash_kda& p, int n) {
