@@ -15,6 +15,11 @@ from flaop._extension import bindings
 
 from . import archive
 
+# null pointers, for kernels that are told by a number whether they have a tensor
+ABSENT = {
+    dtype: torch.empty(0, dtype=dtype, device="cpu")
+    for dtype in (torch.float32, torch.int32, torch.int64)
+}
 _lock = threading.Lock()
 _recorder = None
 _forced_arch = None
@@ -53,6 +58,11 @@ def configured(function, target, K, V, chunk_size, dtype, *flags):
     options = function(target, K, V, dtype, *flags)
     names = [name for name in ("BK", "BV", "BN") if name in options]
     return {"K": K, "V": V, "BT": chunk_size} | {n: options.pop(n) for n in names}, options
+
+
+def or_absent(x):
+    """The tensor itself, or a null pointer to fp32 for None."""
+    return ABSENT[torch.float32] if x is None else x
 
 
 def prepare(x):

@@ -2,7 +2,9 @@
 them.
 """
 
+import itertools
 import re
+import struct
 import subprocess
 import tempfile
 from typing import NamedTuple
@@ -15,6 +17,8 @@ from flaop.launch.compile import compiled
 TENSOR_MEMORY_LIMIT = 512
 # bytes of shared memory that a block may have
 SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+INSTRUCTION_BYTES = 16
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", re.M)
 _UNIFORM = re.compile(r"UR(\d+)")
 
 
@@ -43,9 +47,42 @@ def disassemble(cubin):
         usage = subprocess.run(
             [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
-    found = re.findall(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(.*?);", text, re.M)
+    found = _INSTRUCTION.findall(text)
     registers = re.search(r"REG:(\d+)", usage)
     return [" ".join(line.split()) for line in found], int(registers[1]) if registers else 0
+
+
+def _machine_code(cubin):
+    """The instructions in a cubin: the section .text.<kernel> of a 64-bit ELF file."""
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names = struct.unpack_from("<HHH", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
+    start_of_names = sections[names][4]
+    for name, _, _, _, start, length in sections:
+        if cubin[start_of_names + name :].startswith(b".text."):
+            return cubin[start : start + length]
+    raise ValueError("no machine code in the cubin")
+
+
+def disassemble_all(cubins, arch):
+    """SASS instructions of each cubin, with addresses for names.
+
+    By one run of nvdisasm, which takes half a second to start. arch: 80 or newer.
+    """
+    codes = [_machine_code(cubin) for cubin in cubins]
+    if not codes:
+        return []
+    with tempfile.NamedTemporaryFile(suffix=".bin") as file:
+        file.write(b"".join(codes))
+        file.flush()
+        command = [triton.knobs.nvidia.nvdisasm.path, "-b", f"SM{arch}", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = [" ".join(line.split()) for line in _INSTRUCTION.findall(text)]
+    counts = [len(code) // INSTRUCTION_BYTES for code in codes]
+    if len(found) != sum(counts):
+        raise RuntimeError(f"nvdisasm shows {len(found)} of {sum(counts)} instructions")
+    ends = list(itertools.accumulate(counts))
+    return [found[end - count : end] for count, end in zip(counts, ends, strict=True)]
 
 
 def unwritten_uniform_reads(instructions):

@@ -3,6 +3,7 @@
 import concurrent.futures
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -167,3 +168,30 @@ def test_the_builder_keeps_what_is_there(tmp_path, monkeypatch):
     ((found, _), code), *_ = archive.read(path).items()
     assert found == variant and code.image.startswith(b"\x7fELF")
     assert code.warps == 4 and set(code.kinds) <= set("Pil-f")
+
+
+def test_wrong_code_is_refused(tmp_path, monkeypatch):
+    """What the builder scans is what the other disassembler shows, kernel by kernel."""
+    pytest.importorskip("triton")
+    from flaop import aot
+    from flaop.testing import aot as reading
+
+    group = aot.Group("kda", 90, "bf16", 128)
+    small = [x for x in aot.records(group).items() if "table" in x[0].name or "zero" in x[0].name]
+    codes = {item: aot.build(group, item) for item, _ in small[:3]}
+    images = [code.image for code in codes.values()]
+    shown = reading.disassemble_all(images, 90)
+    assert len(shown) == 3
+    for image, found in zip(images, shown, strict=True):
+        names = re.compile(r"`\(.*?\)|0x[0-9a-f]+")
+        expected, _ = reading.disassemble(image)
+        assert [names.sub("", x) for x in found] == [names.sub("", x) for x in expected]
+    aot.scan(codes)
+    wrong = next(iter(codes)).name
+
+    def marked(instructions):
+        return ["UIADD3 UR4, UR5, UR6, URZ"] if instructions == shown[0] else []
+
+    monkeypatch.setattr(reading, "unwritten_uniform_reads", marked)
+    with pytest.raises(RuntimeError, match=f"{wrong} for sm_90 reads a register"):
+        aot.scan(codes)

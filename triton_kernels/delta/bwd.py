@@ -49,11 +49,11 @@ def chunk_kda_bwd_kernel_values(
     dA_qk,  # [B, T, HV, BT], written with HAS_DO
     dL,  # [B, T, HV, BT], written
     dbeta,  # [parts, B, T, HV] fp32, the one at `part` written: through beta v
-    bounds,  # [N+1] int64 or None
-    table,  # [rows, 2] int32 or None
+    bounds,  # [N+1] int64, read where B is 0
+    table,  # [rows, 2] int32, the same
     scale,
     T,
-    B,
+    B,  # 0: packed sequences
     HV,
     part,
     V: tl.constexpr,
@@ -62,12 +62,11 @@ def chunk_kda_bwd_kernel_values(
     HAS_DO: tl.constexpr,
     BETA_SIGMOID: tl.constexpr,
     NEG_EIGVAL: tl.constexpr,
-    IS_VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """dR, dv, gradients of the two pair matrices. One program per (chunk row, value head)."""
     row, i_hv = tl.program_id(0) // HV, tl.program_id(0) % HV
-    t0, b_len = chunk_position(bounds, table, row, T, B, BT, IS_VARLEN)
+    t0, b_len = chunk_position(bounds, table, row, T, B, BT, B == 0)
     if b_len <= 0:
         return
     o_t = tl.arange(0, BT)
@@ -97,7 +96,7 @@ def chunk_kda_bwd_kernel_values(
         if HAS_DO:
             b_do = tl.load(do + p_tv, mask=m_tv, other=0.0)
             b_dAqk = tl.dot(b_do, b_vn, b_dAqk, input_precision=PRECISION)
-    p_dbeta = dbeta + part.to(tl.int64) * B * T * HV + o_hv
+    p_dbeta = dbeta + part.to(tl.int64) * tl.maximum(B, 1) * T * HV + o_hv
     tl.store(p_dbeta, b_db, mask=m_t)
     b_dL = tl.where(o_t[:, None] > o_t[None, :], -b_dL, 0.0)
     tl.store(dL + p_A, b_dL.to(dtype), mask=m_t[:, None])
@@ -158,12 +157,12 @@ def chunk_kda_bwd_kernel_intra(
     dbeta,  # [NK, B, T, HV] fp32, written: the part of each slab of channels
     dA_log,  # [rows, HV, NK] fp32 or None: sums over the chunk, written
     ddt_bias,  # [rows, HV, K] fp32 or None: sums over the chunk, written
-    bounds,  # [N+1] int64 or None
-    table,  # [rows, 2] int32 or None
+    bounds,  # [N+1] int64, read where B is 0
+    table,  # [rows, 2] int32, the same
     scale,
     lower_bound,
     T,
-    B,
+    B,  # 0: packed sequences
     H,
     HV,
     K: tl.constexpr,
@@ -180,7 +179,6 @@ def chunk_kda_bwd_kernel_intra(
     BETA_SIGMOID: tl.constexpr,
     NEG_EIGVAL: tl.constexpr,
     BOUNDED: tl.constexpr,
-    IS_VARLEN: tl.constexpr,
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
     STATE_DTYPE: tl.constexpr,
@@ -194,7 +192,7 @@ def chunk_kda_bwd_kernel_intra(
     i_r = tl.program_id(0) // NK
     row, i_hv = i_r // HV, i_r % HV
     i_h = i_hv // (HV // H)
-    t0, b_len = chunk_position(bounds, table, row, T, B, BT, IS_VARLEN)
+    t0, b_len = chunk_position(bounds, table, row, T, B, BT, B == 0)
     o_r = row.to(tl.int64) * HV + i_hv
     o_k = i_s * BK + tl.arange(0, BK)
     m_k = o_k < K
@@ -294,7 +292,7 @@ def chunk_kda_bwd_kernel_intra(
     tl.store(dq + p_gk, b_dq.to(dq.dtype.element_ty), mask=m_tk)
     b_dk = b_de * b_beta[:, None] + b_dw
     tl.store(dk + p_gk, b_dk.to(dk.dtype.element_ty), mask=m_tk)
-    p_dbeta = dbeta + i_s.to(tl.int64) * B * T * HV + o_hv
+    p_dbeta = dbeta + i_s.to(tl.int64) * tl.maximum(B, 1) * T * HV + o_hv
     tl.store(p_dbeta, tl.sum(b_k * b_de, 1), mask=m_t)
 
     b_dG = tl.cumsum(b_dG, 0, reverse=True) + b_leaving

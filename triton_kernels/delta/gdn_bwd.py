@@ -47,11 +47,11 @@ def chunk_gdn_bwd_kernel_values(
     M_qk,  # [B, T, HV, BT], written with HAS_DO
     M_kk,  # [B, T, HV, BT], written
     d_tokens,  # [NK + 1, rows, HV, D_PARTS, BT] fp32, of the last D_BETA written: through beta v
-    bounds,  # [N+1] int64 or None
-    table,  # [rows, 2] int32 or None
+    bounds,  # [N+1] int64, read where B is 0
+    table,  # [rows, 2] int32, the same
     scale,
     T,
-    B,
+    B,  # 0: packed sequences
     HV,
     rows,
     V: tl.constexpr,
@@ -60,12 +60,11 @@ def chunk_gdn_bwd_kernel_values(
     NK: tl.constexpr,
     HAS_DO: tl.constexpr,
     USE_G: tl.constexpr,
-    IS_VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """dv and the matrices of the pairs. One program per (chunk row, value head)."""
     row, i_hv = tl.program_id(0) // HV, tl.program_id(0) % HV
-    t0, b_len = chunk_position(bounds, table, row, T, B, BT, IS_VARLEN)
+    t0, b_len = chunk_position(bounds, table, row, T, B, BT, B == 0)
     if b_len <= 0:
         return
     o_r = row.to(tl.int64) * HV + i_hv
@@ -122,11 +121,11 @@ def chunk_gdn_bwd_kernel_intra(
     dk,  # [B, T, HV, K], written: of the normalised rows
     d_tokens,  # [NK + 1, rows, HV, D_PARTS, BT] fp32, written but for the last: parts of a slab
     d_states,  # [NK, rows, HV] fp32, written with USE_G: <S, dS> of a slab
-    bounds,  # [N+1] int64 or None
-    table,  # [rows, 2] int32 or None
+    bounds,  # [N+1] int64, read where B is 0
+    table,  # [rows, 2] int32, the same
     scale,
     T,
-    B,
+    B,  # 0: packed sequences
     H,
     HV,
     rows,
@@ -138,7 +137,6 @@ def chunk_gdn_bwd_kernel_intra(
     HAS_DO: tl.constexpr,
     USE_G: tl.constexpr,
     USE_L2NORM: tl.constexpr,
-    IS_VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
     STATE_DTYPE: tl.constexpr,
 ):
@@ -151,7 +149,7 @@ def chunk_gdn_bwd_kernel_intra(
     i_r = tl.program_id(0) // NK
     row, i_hv = i_r // HV, i_r % HV
     i_h = i_hv // (HV // H)
-    t0, b_len = chunk_position(bounds, table, row, T, B, BT, IS_VARLEN)
+    t0, b_len = chunk_position(bounds, table, row, T, B, BT, B == 0)
     if b_len <= 0:
         return
     o_r = row.to(tl.int64) * HV + i_hv

@@ -38,11 +38,11 @@ def chunk_gdn_fwd_kernel_pairs(
     A,  # [B, T, HV, BT], written with PAIRS
     A_qk,  # [B, T, HV, BT], written with PAIRS
     tokens,  # [rows, HV, PARTS, BT] fp32, parts NORM_Q to WRITE written
-    bounds,  # [N+1] int64 or None
-    table,  # [rows, 2] int32 or None
+    bounds,  # [N+1] int64, read where B is 0
+    table,  # [rows, 2] int32, the same
     scale,
     T,
-    B,
+    B,  # 0: packed sequences
     H,
     HV,
     K: tl.constexpr,
@@ -51,14 +51,13 @@ def chunk_gdn_fwd_kernel_pairs(
     PAIRS: tl.constexpr,
     USE_G: tl.constexpr,
     USE_L2NORM: tl.constexpr,
-    IS_VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
     INVERSE_DTYPE: tl.constexpr,
 ):
     """Norms and factors, with PAIRS both matrices. One program per (chunk row, value head)."""
     row, i_hv = tl.program_id(0) // HV, tl.program_id(0) % HV
     i_h = i_hv // (HV // H)
-    t0, b_len = chunk_position(bounds, table, row, T, B, BT, IS_VARLEN)
+    t0, b_len = chunk_position(bounds, table, row, T, B, BT, B == 0)
     if b_len <= 0:
         return
     o_t = tl.arange(0, BT)

@@ -14,7 +14,7 @@ from .scalar import BETA, ERASE, PARTS, READ, WRITE
 from .scan import scan_program, state_pointers
 
 
-@triton.jit(do_not_specialize=["T", "B", "H", "HV", "rows"])
+@triton.jit(do_not_specialize=["T", "B", "H", "HV", "rows", "has_h0"])
 def chunk_gdn_fwd_kernel_scan(
     q,  # [B, T, H, K]; None without OUTPUT
     k,  # [B, T, H, K]
@@ -26,15 +26,16 @@ def chunk_gdn_fwd_kernel_scan(
     o,  # [B, T, HV, V], written with OUTPUT
     v_new,  # [B, T, HV, V], written with STORE_V
     h,  # [rows, HV, K, V], written with STORE_H
-    h0,  # [N, HV, K, V] (or V first) or None
+    h0,  # [N, HV, K, V] (or V first), read if has_h0
     ht,  # [N, HV, K, V] (or V first) fp32, written with STORE_FINAL
-    bounds,  # [N+1] int64 or None
-    offsets,  # [N+1] int32 or None
+    bounds,  # [N+1] int64, read where B is 0
+    offsets,  # [N+1] int32, the same
     T,
-    B,
+    B,  # 0: packed sequences
     H,
     HV,
     rows,
+    has_h0,
     K: tl.constexpr,
     V: tl.constexpr,
     BT: tl.constexpr,
@@ -43,17 +44,16 @@ def chunk_gdn_fwd_kernel_scan(
     OUTPUT: tl.constexpr,
     STORE_V: tl.constexpr,
     STORE_H: tl.constexpr,
-    HAS_H0: tl.constexpr,
     STORE_FINAL: tl.constexpr,
     V_FIRST: tl.constexpr,
-    IS_VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
     STATE_DTYPE: tl.constexpr,
 ):
     """One program per (sequence, value head, V tile)."""
     i_n, i_nh, i_hv, o_v = scan_program(HV, V, BV)
     i_h = i_hv // (HV // H)
-    bos, b_len, first, _, c1 = sequence_chunks(bounds, offsets, i_n, T, B, 0, rows, BT, IS_VARLEN)
+    bos, b_len, first, _, c1 = sequence_chunks(bounds, offsets, i_n, T, B, 0, rows, BT, B == 0)
+    step = tl.maximum(B, 1)
     o_t = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
     m_k = o_k < K
@@ -62,20 +62,15 @@ def chunk_gdn_fwd_kernel_scan(
     o_s = i_nh.to(tl.int64) * K * V
     dtype = v.dtype.element_ty
 
-    b_S = tl.zeros([BK, BV], dtype=tl.float32)
-    if HAS_H0:
-        p_h0 = state_pointers(h0, o_s, o_k, o_v, K, V, V_FIRST)
-        b_S = tl.load(p_h0, mask=m_s, other=0.0).to(tl.float32)
+    p_h0 = state_pointers(h0, o_s, o_k, o_v, K, V, V_FIRST)
+    b_S = tl.load(p_h0, mask=m_s & (has_h0 != 0), other=0.0).to(tl.float32)
 
     # offsets within a chunk in 32 bits, on a base that a scalar holds
     o_tk = o_t[:, None] * (H * K) + o_k[None, :]
     o_tv = o_t[:, None] * (HV * V) + o_v[None, :]
     o_A = o_t[:, None] * (HV * BT) + o_t[None, :]
     for i_c in range(0, c1):
-        if IS_VARLEN:
-            row = first + i_c
-        else:
-            row = i_c * B + i_n
+        row = first + i_c * step
         o_r = row.to(tl.int64) * HV + i_hv
         m_t = o_t < b_len - i_c * BT
         i_tok = bos + i_c * BT
@@ -113,7 +108,7 @@ def chunk_gdn_fwd_kernel_scan(
         tl.store(p_ht, b_S, mask=m_s)
 
 
-@triton.jit(do_not_specialize=["T", "B", "H", "HV", "rows"])
+@triton.jit(do_not_specialize=["T", "B", "H", "HV", "rows", "want_dh0", "has_dht"])
 def chunk_gdn_bwd_kernel_scan(
     q,  # [B, T, H, K]
     k,  # [B, T, H, K]
@@ -124,25 +119,24 @@ def chunk_gdn_bwd_kernel_scan(
     do,  # [B, T, HV, V] or None
     dR,  # [B, T, HV, V], written: gradient of R
     dh,  # [rows, HV, K, V], written: gradient of the state that leaves the chunk
-    dht,  # [N, HV, K, V] (or V first) or None
-    dh0,  # [N, HV, K, V] (or V first), written with STORE_DH0
-    bounds,  # [N+1] int64 or None
-    offsets,  # [N+1] int32 or None
+    dht,  # [N, HV, K, V] (or V first), read if has_dht
+    dh0,  # [N, HV, K, V] (or V first), written if want_dh0
+    bounds,  # [N+1] int64, read where B is 0
+    offsets,  # [N+1] int32, the same
     T,
-    B,
+    B,  # 0: packed sequences
     H,
     HV,
     rows,
+    want_dh0,
+    has_dht,
     K: tl.constexpr,
     V: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     HAS_DO: tl.constexpr,
-    HAS_DHT: tl.constexpr,
-    STORE_DH0: tl.constexpr,
     V_FIRST: tl.constexpr,
-    IS_VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
     STATE_DTYPE: tl.constexpr,
 ):
@@ -150,7 +144,8 @@ def chunk_gdn_bwd_kernel_scan(
     dS <- decay dS + q^T (read do) - k^T (erase beta dR)."""
     i_n, i_nh, i_hv, o_v = scan_program(HV, V, BV)
     i_h = i_hv // (HV // H)
-    bos, b_len, first, _, c1 = sequence_chunks(bounds, offsets, i_n, T, B, 0, rows, BT, IS_VARLEN)
+    bos, b_len, first, _, c1 = sequence_chunks(bounds, offsets, i_n, T, B, 0, rows, BT, B == 0)
+    step = tl.maximum(B, 1)
     o_t = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
     m_k = o_k < K
@@ -159,10 +154,8 @@ def chunk_gdn_bwd_kernel_scan(
     o_s = i_nh.to(tl.int64) * K * V
     dtype = dR.dtype.element_ty
 
-    b_dS = tl.zeros([BK, BV], dtype=tl.float32)
-    if HAS_DHT:
-        p_dht = state_pointers(dht, o_s, o_k, o_v, K, V, V_FIRST)
-        b_dS = tl.load(p_dht, mask=m_s, other=0.0).to(tl.float32)
+    p_dht = state_pointers(dht, o_s, o_k, o_v, K, V, V_FIRST)
+    b_dS = tl.load(p_dht, mask=m_s & (has_dht != 0), other=0.0).to(tl.float32)
 
     # offsets within a chunk in 32 bits, on a base that a scalar holds
     o_tk = o_t[:, None] * (H * K) + o_k[None, :]
@@ -170,10 +163,7 @@ def chunk_gdn_bwd_kernel_scan(
     o_A = o_t[:, None] * (HV * BT) + o_t[None, :]
     for i_back in range(0, c1):
         i_c = c1 - 1 - i_back
-        if IS_VARLEN:
-            row = first + i_c
-        else:
-            row = i_c * B + i_n
+        row = first + i_c * step
         o_r = row.to(tl.int64) * HV + i_hv
         m_t = o_t < b_len - i_c * BT
         i_tok = bos + i_c * BT
@@ -203,6 +193,5 @@ def chunk_gdn_bwd_kernel_scan(
         b_dR = (b_dR * -b_erase[:, None]).to(dtype)
         b_dS = tl.dot(tl.trans(b_k), b_dR, b_dS, input_precision=PRECISION)
 
-    if STORE_DH0:
-        p_dh0 = state_pointers(dh0, o_s, o_k, o_v, K, V, V_FIRST)
-        tl.store(p_dh0, b_dS.to(dh0.dtype.element_ty), mask=m_s)
+    p_dh0 = state_pointers(dh0, o_s, o_k, o_v, K, V, V_FIRST)
+    tl.store(p_dh0, b_dS.to(dh0.dtype.element_ty), mask=m_s & (want_dh0 != 0))

@@ -50,12 +50,12 @@ def chunk_kda_fwd_kernel_pairs(
     sums,  # [9, BT, BT] fp16 or fp32, see pairs.sum_gates
     A,  # [B, T, HV, BT], written
     A_qk,  # [B, T, HV, BT], written
-    bounds,  # [N+1] int64 or None
-    table,  # [rows, 2] int32 or None
+    bounds,  # [N+1] int64, read where B is 0
+    table,  # [rows, 2] int32, the same
     scale,
     lower_bound,
     T,
-    B,
+    B,  # 0: packed sequences
     H,
     HV,
     row0,
@@ -70,7 +70,6 @@ def chunk_kda_fwd_kernel_pairs(
     BETA_SIGMOID: tl.constexpr,
     NEG_EIGVAL: tl.constexpr,
     BOUNDED: tl.constexpr,
-    IS_VARLEN: tl.constexpr,
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
     INVERSE_DTYPE: tl.constexpr,
@@ -78,7 +77,7 @@ def chunk_kda_fwd_kernel_pairs(
     """A and A_qk. One program per (chunk row, value head); K is walked in slabs of BK."""
     row, i_hv = row0 + tl.program_id(0) // HV, tl.program_id(0) % HV
     i_h = i_hv // (HV // H)
-    t0, b_len = chunk_position(bounds, table, row, T, B, BT, IS_VARLEN)
+    t0, b_len = chunk_position(bounds, table, row, T, B, BT, B == 0)
     if b_len <= 0:
         return
     o_t = tl.arange(0, BT)
@@ -153,12 +152,12 @@ def chunk_kda_fwd_kernel_wy(
     qg,  # [rows', HV, BT, K], written
     kg,  # [rows', HV, BT, K], written
     decay,  # [rows', HV, K] fp32, written: exp2(G_last)
-    bounds,  # [N+1] int64 or None
-    table,  # [rows, 2] int32 or None
+    bounds,  # [N+1] int64, read where B is 0
+    table,  # [rows, 2] int32, the same
     scale,
     lower_bound,
     T,
-    B,
+    B,  # 0: packed sequences
     H,
     HV,
     row0,
@@ -174,7 +173,6 @@ def chunk_kda_fwd_kernel_wy(
     USE_L2NORM: tl.constexpr,
     BETA_SIGMOID: tl.constexpr,
     NEG_EIGVAL: tl.constexpr,
-    IS_VARLEN: tl.constexpr,
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -188,7 +186,7 @@ def chunk_kda_fwd_kernel_wy(
     i_r = tl.program_id(0) // (NK + NV)
     i_local, i_hv = i_r // HV, i_r % HV
     i_h = i_hv // (HV // H)
-    t0, b_len = chunk_position(bounds, table, row0 + i_local, T, B, BT, IS_VARLEN)
+    t0, b_len = chunk_position(bounds, table, row0 + i_local, T, B, BT, B == 0)
     if b_len <= 0:
         return
     o_t = tl.arange(0, BT)

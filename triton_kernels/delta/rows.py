@@ -7,13 +7,14 @@ from .gates import L2NORM_EPS, beta_fwd, gate_fwd, log2_gate
 
 
 @triton.jit
-def chunk_position(bounds, table, row, T, B, BT: tl.constexpr, IS_VARLEN: tl.constexpr):
+def chunk_position(bounds, table, row, T, B, BT: tl.constexpr, packed):
     """(first token of the row's chunk in the flattened tensor, tokens from there to its sequence's
     end).
 
     Batched rows run over batches first, then chunks. The second value is <= 0 for a sentinel row.
+    packed: a constexpr, or a number where one code serves batched and packed sequences.
     """
-    if IS_VARLEN:
+    if packed:
         i_n = tl.load(table + 2 * row)
         i_c = tl.load(table + 2 * row + 1)
         m_n = i_n >= 0
@@ -103,14 +104,14 @@ def load_beta(
 
 @triton.jit
 def sequence_chunks(
-    bounds, offsets, i_n, T, B, row0, row1, BT: tl.constexpr, IS_VARLEN: tl.constexpr
+    bounds, offsets, i_n, T, B, row0, row1, BT: tl.constexpr, packed
 ):
-    """(first token, length, first table row, first and end chunk) of a sequence within rows [row0,
-    row1).
+    """(first token, length, first row, first and end chunk) of a sequence within rows [row0, row1).
 
-    Batched calls hold row0 and row1 at multiples of B: every sequence then has the same chunks.
+    The rows of its chunks are one apart in packed calls, B in batched ones. Those hold row0 and
+    row1 at multiples of B: every sequence then has the same chunks. packed: as in chunk_position.
     """
-    if IS_VARLEN:
+    if packed:
         bos = tl.load(bounds + i_n)
         b_len = (tl.load(bounds + i_n + 1) - bos).to(tl.int32)
         first = tl.load(offsets + i_n)
@@ -119,7 +120,7 @@ def sequence_chunks(
     else:
         bos = i_n.to(tl.int64) * T
         b_len = T
-        first = 0
+        first = i_n
         c0 = row0 // B
         c1 = tl.minimum(row1 // B, tl.cdiv(T, BT))
     return bos, b_len, first, c0, c1

@@ -68,10 +68,10 @@ def chunk_gdn_fwd_kernel_gates(
     dt_bias,  # [HV] or None
     tokens,  # [rows, HV, PARTS, BT] fp32, parts GATE to AFTER written
     decay,  # [rows, HV] fp32, written: over whole chunks
-    bounds,  # [N+1] int64 or None
-    table,  # [rows, 2] int32 or None
+    bounds,  # [N+1] int64, read where B is 0
+    table,  # [rows, 2] int32, the same
     T,
-    B,
+    B,  # 0: packed sequences
     HV,
     BT: tl.constexpr,
     BH: tl.constexpr,
@@ -80,12 +80,11 @@ def chunk_gdn_fwd_kernel_gates(
     HAS_BIAS: tl.constexpr,
     BETA_SIGMOID: tl.constexpr,
     NEG_EIGVAL: tl.constexpr,
-    IS_VARLEN: tl.constexpr,
 ):
     """Activations and their sums. One program per (chunk row, BH value heads)."""
     NH = tl.cdiv(HV, BH)
     row, i_b = tl.program_id(0) // NH, tl.program_id(0) % NH
-    t0, b_len = chunk_position(bounds, table, row, T, B, BT, IS_VARLEN)
+    t0, b_len = chunk_position(bounds, table, row, T, B, BT, B == 0)
     if b_len <= 0:
         return
     o_t = tl.arange(0, BT)
@@ -130,10 +129,10 @@ def chunk_gdn_bwd_kernel_gates(
     dbeta,  # [B, T, HV], written
     dA_log,  # [rows, HV] fp32 or None: sums over the chunk, written
     ddt_bias,  # [rows, HV] fp32 or None: sums over the chunk, written
-    bounds,  # [N+1] int64 or None
-    table,  # [rows, 2] int32 or None
+    bounds,  # [N+1] int64, read where B is 0
+    table,  # [rows, 2] int32, the same
     T,
-    B,
+    B,  # 0: packed sequences
     HV,
     rows,
     BT: tl.constexpr,
@@ -144,12 +143,11 @@ def chunk_gdn_bwd_kernel_gates(
     HAS_BIAS: tl.constexpr,
     BETA_SIGMOID: tl.constexpr,
     NEG_EIGVAL: tl.constexpr,
-    IS_VARLEN: tl.constexpr,
 ):
     """Gradients of gates and beta from their parts. One program per (chunk row, BH value heads)."""
     NH = tl.cdiv(HV, BH)
     row, i_b = tl.program_id(0) // NH, tl.program_id(0) % NH
-    t0, b_len = chunk_position(bounds, table, row, T, B, BT, IS_VARLEN)
+    t0, b_len = chunk_position(bounds, table, row, T, B, BT, B == 0)
     o_t = tl.arange(0, BT)
     o_h = i_b * BH + tl.arange(0, BH)
     m_h = o_h < HV

@@ -31,7 +31,7 @@ def state_pointers(x, base, o_k, o_v, K: tl.constexpr, V: tl.constexpr, V_FIRST:
         return x + base + o_k[:, None] * V + o_v[None, :]
 
 
-@triton.jit(do_not_specialize=["T", "B", "HV", "row0", "row1"])
+@triton.jit(do_not_specialize=["T", "B", "HV", "row0", "row1", "has_h0", "has_ht"])
 def chunk_delta_fwd_kernel_scan(
     w,  # [rows', HV, BT, K]
     u,  # [B, T, HV, V]
@@ -42,15 +42,17 @@ def chunk_delta_fwd_kernel_scan(
     o,  # [B, T, HV, V], written with OUTPUT; may be u itself
     v_new,  # [B, T, HV, V], written with STORE_V; may be u itself
     h,  # [rows', HV, K, V], written with STORE_H
-    h0,  # [N, HV, K, V] (or V first) or None
-    ht,  # [N, HV, K, V] (or V first) fp32, written; carries the state between launches
-    bounds,  # [N+1] int64 or None
-    offsets,  # [N+1] int32 or None
+    h0,  # [N, HV, K, V] (or V first), read if has_h0
+    ht,  # [N, HV, K, V] (or V first) fp32, written if has_ht; carries the state between launches
+    bounds,  # [N+1] int64, read where B is 0
+    offsets,  # [N+1] int32, the same
     T,
-    B,
+    B,  # 0: packed sequences
     HV,
     row0,
     row1,
+    has_h0,
+    has_ht,
     K: tl.constexpr,
     V: tl.constexpr,
     BT: tl.constexpr,
@@ -59,18 +61,16 @@ def chunk_delta_fwd_kernel_scan(
     OUTPUT: tl.constexpr,
     STORE_V: tl.constexpr,
     STORE_H: tl.constexpr,
-    HAS_H0: tl.constexpr,
-    STORE_FINAL: tl.constexpr,
     V_FIRST: tl.constexpr,
-    IS_VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
     STATE_DTYPE: tl.constexpr,
 ):
     """One program per (sequence, value head, V tile); works on the table rows [row0, row1)."""
     i_n, i_nh, i_hv, o_v = scan_program(HV, V, BV)
     bos, b_len, first, c0, c1 = sequence_chunks(
-        bounds, offsets, i_n, T, B, row0, row1, BT, IS_VARLEN
+        bounds, offsets, i_n, T, B, row0, row1, BT, B == 0
     )
+    step = tl.maximum(B, 1)
     o_t = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
     m_k = o_k < K
@@ -83,22 +83,22 @@ def chunk_delta_fwd_kernel_scan(
         if not m_empty:
             return
 
-    b_S = tl.zeros([BK, BV], dtype=tl.float32)
+    p_ht = state_pointers(ht, o_s, o_k, o_v, K, V, V_FIRST)
+    m_ht = m_s & (has_ht != 0)
     if c0 == 0:
-        if HAS_H0:
-            p_h0 = state_pointers(h0, o_s, o_k, o_v, K, V, V_FIRST)
-            b_S = tl.load(p_h0, mask=m_s, other=0.0).to(tl.float32)
+        p_h0 = state_pointers(h0, o_s, o_k, o_v, K, V, V_FIRST)
+        b_S = tl.load(p_h0, mask=m_s & (has_h0 != 0), other=0.0).to(tl.float32)
     else:
-        if STORE_FINAL:
-            p_ht = state_pointers(ht, o_s, o_k, o_v, K, V, V_FIRST)
-            b_S = tl.load(p_ht, mask=m_s, other=0.0)
+        b_S = tl.load(p_ht, mask=m_ht, other=0.0)
 
+    # one chunk ahead: nothing but this load would keep a chunk waiting for memory
+    o_first = (first + c0 * step - row0).to(tl.int64) * HV + i_hv
+    b_decay = tl.load(decay + o_first * K + o_k, mask=m_k & (c0 < c1), other=0.0)
     for i_c in range(c0, c1):
-        if IS_VARLEN:
-            row = first + i_c
-        else:
-            row = i_c * B + i_n
+        row = first + i_c * step
         o_r = (row - row0).to(tl.int64) * HV + i_hv
+        p_decay = decay + (o_r + step * HV) * K + o_k
+        b_next = tl.load(p_decay, mask=m_k & (i_c + 1 < c1), other=0.0)
         m_t = o_t < b_len - i_c * BT
         if STORE_H:
             # store before update: the state that enters the chunk
@@ -110,7 +110,6 @@ def chunk_delta_fwd_kernel_scan(
         b_w = tl.load(w + p_tk, mask=m_k[None, :], other=0.0)
         b_u = tl.load(u + o_tv, mask=m_tv, other=0.0)
         b_kg = tl.load(kg + p_tk, mask=m_k[None, :], other=0.0)
-        b_decay = tl.load(decay + o_r * K + o_k, mask=m_k, other=0.0)
         b_Sd = b_S.to(STATE_DTYPE)
         b_v = b_u - tl.dot(b_w.to(STATE_DTYPE), b_Sd, input_precision=PRECISION)
         b_vd = b_v.to(u.dtype.element_ty)
@@ -125,13 +124,12 @@ def chunk_delta_fwd_kernel_scan(
             tl.store(v_new + o_tv, b_vd, mask=m_tv)
         b_S *= b_decay[:, None]
         b_S = tl.dot(tl.trans(b_kg), b_vd, b_S, input_precision=PRECISION)
+        b_decay = b_next
 
-    if STORE_FINAL:
-        p_ht = state_pointers(ht, o_s, o_k, o_v, K, V, V_FIRST)
-        tl.store(p_ht, b_S, mask=m_s)
+    tl.store(p_ht, b_S, mask=m_ht)
 
 
-@triton.jit(do_not_specialize=["T", "B", "HV", "rows"])
+@triton.jit(do_not_specialize=["T", "B", "HV", "rows", "want_dh0", "has_dht"])
 def chunk_delta_bwd_kernel_scan(
     w,  # [rows, HV, BT, K]
     qg,  # [rows, HV, BT, K]
@@ -141,30 +139,30 @@ def chunk_delta_bwd_kernel_scan(
     do,  # [B, T, HV, V] or None
     dv_new,  # [B, T, HV, V], written: gradient of V'
     dh,  # [rows, HV, K, V], written: gradient of the state that leaves the chunk
-    dht,  # [N, HV, K, V] (or V first) or None
-    dh0,  # [N, HV, K, V] (or V first), written with STORE_DH0
-    bounds,  # [N+1] int64 or None
-    offsets,  # [N+1] int32 or None
+    dht,  # [N, HV, K, V] (or V first), read if has_dht
+    dh0,  # [N, HV, K, V] (or V first), written if want_dh0
+    bounds,  # [N+1] int64, read where B is 0
+    offsets,  # [N+1] int32, the same
     T,
-    B,
+    B,  # 0: packed sequences
     HV,
     rows,
+    want_dh0,
+    has_dht,
     K: tl.constexpr,
     V: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     HAS_DO: tl.constexpr,
-    HAS_DHT: tl.constexpr,
-    STORE_DH0: tl.constexpr,
     V_FIRST: tl.constexpr,
-    IS_VARLEN: tl.constexpr,
     PRECISION: tl.constexpr,
     STATE_DTYPE: tl.constexpr,
 ):
     """Reverse in time: dV' = A_qk^T do + kg dS,  dS <- Diag(decay) dS + qg^T do - W^T dV'."""
     i_n, i_nh, i_hv, o_v = scan_program(HV, V, BV)
-    bos, b_len, first, _, c1 = sequence_chunks(bounds, offsets, i_n, T, B, 0, rows, BT, IS_VARLEN)
+    bos, b_len, first, _, c1 = sequence_chunks(bounds, offsets, i_n, T, B, 0, rows, BT, B == 0)
+    step = tl.maximum(B, 1)
     o_t = tl.arange(0, BT)
     o_k = tl.arange(0, BK)
     m_k = o_k < K
@@ -173,18 +171,17 @@ def chunk_delta_bwd_kernel_scan(
     o_s = i_nh.to(tl.int64) * K * V
     dtype = dv_new.dtype.element_ty
 
-    b_dS = tl.zeros([BK, BV], dtype=tl.float32)
-    if HAS_DHT:
-        p_dht = state_pointers(dht, o_s, o_k, o_v, K, V, V_FIRST)
-        b_dS = tl.load(p_dht, mask=m_s, other=0.0).to(tl.float32)
+    p_dht = state_pointers(dht, o_s, o_k, o_v, K, V, V_FIRST)
+    b_dS = tl.load(p_dht, mask=m_s & (has_dht != 0), other=0.0).to(tl.float32)
 
+    # one chunk ahead, as in the forward
+    o_last = (first + (c1 - 1) * step).to(tl.int64) * HV + i_hv
+    b_decay = tl.load(decay + o_last * K + o_k, mask=m_k & (c1 > 0), other=0.0)
     for i_back in range(0, c1):
         i_c = c1 - 1 - i_back
-        if IS_VARLEN:
-            row = first + i_c
-        else:
-            row = i_c * B + i_n
+        row = first + i_c * step
         o_r = row.to(tl.int64) * HV + i_hv
+        b_next = tl.load(decay + (o_r - step * HV) * K + o_k, mask=m_k & (i_c > 0), other=0.0)
         m_t = o_t < b_len - i_c * BT
         # store before update: the gradient of the state that leaves the chunk
         p_dh = dh + o_r * K * V + o_k[:, None] * V + o_v[None, :]
@@ -194,7 +191,6 @@ def chunk_delta_bwd_kernel_scan(
         m_tv = m_t[:, None] & m_v[None, :]
         b_kg = tl.load(kg + p_tk, mask=m_k[None, :], other=0.0)
         b_w = tl.load(w + p_tk, mask=m_k[None, :], other=0.0)
-        b_decay = tl.load(decay + o_r * K + o_k, mask=m_k, other=0.0)
         b_dSd = b_dS.to(STATE_DTYPE)
         b_dv = tl.dot(b_kg.to(STATE_DTYPE), b_dSd, input_precision=PRECISION)
         b_dS *= b_decay[:, None]
@@ -208,7 +204,7 @@ def chunk_delta_bwd_kernel_scan(
         b_dvd = b_dv.to(dtype)
         tl.store(dv_new + o_tv, b_dvd, mask=m_tv)
         b_dS -= tl.dot(tl.trans(b_w), b_dvd, input_precision=PRECISION)
+        b_decay = b_next
 
-    if STORE_DH0:
-        p_dh0 = state_pointers(dh0, o_s, o_k, o_v, K, V, V_FIRST)
-        tl.store(p_dh0, b_dS.to(dh0.dtype.element_ty), mask=m_s)
+    p_dh0 = state_pointers(dh0, o_s, o_k, o_v, K, V, V_FIRST)
+    tl.store(p_dh0, b_dS.to(dh0.dtype.element_ty), mask=m_s & (want_dh0 != 0))

@@ -6,7 +6,6 @@ sequence.
 
 import torch
 
-from .. import cuda
 from ..kernel import prepare
 from ..table import zero_outside, zero_unused
 from .problem import CHUNK, problem
@@ -31,6 +30,23 @@ def _workspace(p, rows, apart=False):
     else:
         w, qg, kg = p.q.new_empty(3, *shape).unbind(0)
     return Workspace(w, qg, kg, p.q.new_empty(rows, HV, K, dtype=torch.float32))
+
+
+def _matrix_and_workspace(p, rows):
+    """(A_qk, Workspace), flat, in one allocation: one takes the host longer than a launch."""
+    HV, K, itemsize = p.call.HV, p.call.K, p.q.element_size()
+    operand = rows * HV * CHUNK * K
+    decay = rows * HV * K * torch.float32.itemsize // itemsize
+    sizes = (p.call.B * p.call.T * HV * CHUNK, operand, operand, operand, decay)
+    A_qk, w, qg, kg, decay = p.q.new_empty(sum(sizes)).split(sizes)
+    return A_qk, Workspace(w, qg, kg, decay.view(torch.float32))
+
+
+def _final_state(p, segments):
+    """Room for the state that leaves, or None: it also carries the state between segments."""
+    if len(segments) == 1 and not p.call.output_final_state:
+        return None
+    return p.q.new_empty(p.state_shape, dtype=torch.float32)
 
 
 def _segments(p, states=False):
@@ -73,14 +89,12 @@ def forward(call, visit=None):
     if visit is not None:
         p = p._replace(stored_state=torch.float32)
     o = _outputs(p)
-    A_qk = p.q.new_empty(call.B, call.T, call.HV, CHUNK)
-    A = None if cuda.serves_kda(call) else torch.empty_like(A_qk)
     segments = _segments(p, visit is not None)
+    A_qk, work = _matrix_and_workspace(p, segments[0][1])
+    A = None if p.cuda else torch.empty_like(A_qk)
     if visit is not None:
         h = new_states(p, segments[0][1])
-    # always there: whether it is asked for, or carries the state between segments, compiles nothing
-    ht = o.new_empty(p.state_shape, dtype=torch.float32)
-    work = _workspace(p, segments[0][1])
+    ht = _final_state(p, segments)
     # U waits in the place of o: each tile is read before it is written
     run_intra = intra(p, A, A_qk, o, work)
     run_scan = scan(p, o, work, A_qk=A_qk, o=o, h=h, ht=ht)
@@ -100,8 +114,7 @@ def forward_residuals(call):
     A, A_qk = _token_matrix(p), _token_matrix(p)
     keep = call.disable_recompute
     segments = [(0, p.rows)] if keep else _segments(p)
-    # always there: whether it is asked for, or carries the state between segments, compiles nothing
-    ht = o.new_empty(p.state_shape, dtype=torch.float32)
+    ht = _final_state(p, segments)
     v_new = h = None
     if keep:
         v_new = _outputs(p)

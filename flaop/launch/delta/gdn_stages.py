@@ -6,7 +6,7 @@ import torch
 
 from flaop.triton_kernels.configs import gdn as configs
 
-from ..kernel import Kernel, processors
+from ..kernel import Kernel, or_absent, processors
 from ..table import zero_outside
 from .problem import CHUNK
 from .stages import new_states, run_qk_backward
@@ -39,7 +39,7 @@ def _flags(p, *names):
 
 
 def _gate_flags(p):
-    return _flags(p, "USE_G", "USE_GATE", "HAS_BIAS", "BETA_SIGMOID", "NEG_EIGVAL", "IS_VARLEN")
+    return _flags(p, "USE_G", "USE_GATE", "HAS_BIAS", "BETA_SIGMOID", "NEG_EIGVAL")
 
 
 def run_pairs(p, A=None, A_qk=None):
@@ -53,7 +53,7 @@ def run_pairs(p, A=None, A_qk=None):
         (p.rows * -(-call.HV // HEADS),),
         (
             p.g, p.beta, p.A_log, p.dt_bias, *factors, p.bounds, p.table_rows,
-            call.T, call.B, call.HV,
+            call.T, p.B, call.HV,
         ),
         {"BT": CHUNK, "BH": HEADS} | _gate_flags(p),
         num_warps=4,
@@ -63,10 +63,10 @@ def run_pairs(p, A=None, A_qk=None):
         (p.rows * call.HV,),
         (
             p.q, p.k, A, A_qk, factors.tokens, p.bounds, p.table_rows,
-            call.scale, call.T, call.B, call.H, call.HV,
+            call.scale, call.T, p.B, call.H, call.HV,
         ),
         {name: tiles[name] for name in ("K", "BT", "BK")} | {"PAIRS": A is not None}
-        | _flags(p, "USE_G", "USE_L2NORM", "IS_VARLEN")
+        | _flags(p, "USE_G", "USE_L2NORM")
         | {"PRECISION": p.precision, "INVERSE_DTYPE": p.inverse_dtype},
         **options,
     )  # fmt: skip
@@ -89,16 +89,15 @@ def run_scan(p, factors, A, A_qk=None, o=None, v_new=None, h=None, ht=None):
     call = p.call
     flags = {
         "OUTPUT": o is not None, "STORE_V": v_new is not None, "STORE_H": h is not None,
-        "HAS_H0": p.h0 is not None, "STORE_FINAL": ht is not None,
-        "V_FIRST": call.state_v_first, "IS_VARLEN": p.table is not None,
+        "STORE_FINAL": ht is not None, "V_FIRST": call.state_v_first,
         "PRECISION": p.precision, "STATE_DTYPE": p.state_dtype,
     }  # fmt: skip
     (tiles, options), siblings = _scan_configs(p, configs.scan, flags)
     _scan(
         (-(-call.V // tiles["BV"]) * call.N * call.HV,),
         (
-            p.q, p.k, p.v, A, A_qk, *factors, o, v_new, h, p.h0, ht,
-            p.bounds, p.offsets, call.T, call.B, call.H, call.HV, p.rows,
+            p.q, p.k, p.v, A, A_qk, *factors, o, v_new, h, or_absent(p.h0), ht,
+            p.bounds, p.offsets, call.T, p.B, call.H, call.HV, p.rows, int(p.h0 is not None),
         ),
         tiles | flags,
         siblings,
@@ -116,16 +115,16 @@ def run_scan_backward(p, factors, A, A_qk, do, dht, want_dh0):
     dh = new_states(p)
     dh0 = torch.empty_like(p.h0) if want_dh0 else None
     flags = {
-        "HAS_DO": do is not None, "HAS_DHT": dht is not None, "STORE_DH0": want_dh0,
-        "V_FIRST": call.state_v_first, "IS_VARLEN": p.table is not None,
+        "HAS_DO": do is not None, "V_FIRST": call.state_v_first,
         "PRECISION": p.precision, "STATE_DTYPE": p.state_dtype,
     }  # fmt: skip
     (tiles, options), siblings = _scan_configs(p, configs.scan_backward, flags)
     _scan_backward(
         (-(-call.V // tiles["BV"]) * call.N * call.HV,),
         (
-            p.q, p.k, A, A_qk, *factors, do, dR, dh, dht, dh0,
-            p.bounds, p.offsets, call.T, call.B, call.H, call.HV, p.rows,
+            p.q, p.k, A, A_qk, *factors, do, dR, dh, or_absent(dht), or_absent(dh0),
+            p.bounds, p.offsets, call.T, p.B, call.H, call.HV, p.rows,
+            int(want_dh0), int(dht is not None),
         ),
         tiles | flags,
         siblings,
@@ -163,10 +162,10 @@ def run_intra_backward(p, factors, v_new, h, do, dR, dh):
         (p.rows * call.HV,),
         (
             p.v, factors.tokens, v_new, do, dR, dv, M_qk, M_kk, d_tokens,
-            p.bounds, p.table_rows, call.scale, call.T, call.B, call.HV, p.rows,
+            p.bounds, p.table_rows, call.scale, call.T, p.B, call.HV, p.rows,
         ),
         {name: values_tiles[name] for name in ("V", "BT", "BV")}
-        | {"NK": slabs, "HAS_DO": do is not None} | _flags(p, "USE_G", "IS_VARLEN")
+        | {"NK": slabs, "HAS_DO": do is not None} | _flags(p, "USE_G")
         | {"PRECISION": p.precision},
         **values_options,
     )  # fmt: skip
@@ -174,9 +173,9 @@ def run_intra_backward(p, factors, v_new, h, do, dR, dh):
         (p.rows * call.HV * slabs,),
         (
             p.q, p.k, factors.tokens, v_new, h, do, dR, dh, M_qk, M_kk, dq, dk, d_tokens, d_states,
-            p.bounds, p.table_rows, call.scale, call.T, call.B, call.H, call.HV, p.rows,
+            p.bounds, p.table_rows, call.scale, call.T, p.B, call.H, call.HV, p.rows,
         ),
-        tiles | {"HAS_DO": do is not None} | _flags(p, "USE_G", "USE_L2NORM", "IS_VARLEN")
+        tiles | {"HAS_DO": do is not None} | _flags(p, "USE_G", "USE_L2NORM")
         | {"PRECISION": p.precision, "STATE_DTYPE": p.state_dtype},
         **options,
     )  # fmt: skip
@@ -186,7 +185,7 @@ def run_intra_backward(p, factors, v_new, h, do, dR, dh):
         (p.rows * -(-call.HV // HEADS),),
         (
             p.g, p.beta, p.A_log, p.dt_bias, factors.decay, d_tokens, d_states,
-            dg, dbeta, dA_log, ddt_bias, p.bounds, p.table_rows, call.T, call.B, call.HV, p.rows,
+            dg, dbeta, dA_log, ddt_bias, p.bounds, p.table_rows, call.T, p.B, call.HV, p.rows,
         ),
         {"BT": CHUNK, "BH": HEADS, "NK": slabs} | _gate_flags(p),
         num_warps=4,

@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..kernel import arch, configured, prepare
+from .. import cuda
+from ..kernel import ABSENT, arch, configured, prepare
 from ..table import chunk_table
 
 CHUNK = 64
@@ -32,6 +33,7 @@ class Problem(NamedTuple):
     inverse_dtype: torch.dtype  # operand dtype of the triangular inverse
     state_dtype: torch.dtype  # operand dtype of products with the state
     stored_state: torch.dtype  # of states kept per chunk
+    cuda: bool  # the CUDA C++ kernels do what lies within the chunks
 
     def config(self, function, *flags):
         """(constexpr tiles, launch options) of a configuration function for this call."""
@@ -46,16 +48,21 @@ class Problem(NamedTuple):
         return (call.N, call.HV, *last)
 
     @property
+    def B(self):
+        """Sequences of a batch as kernels take it: 0 if packed."""
+        return 0 if self.table else self.call.B
+
+    @property
     def bounds(self):
-        return self.table.bounds if self.table else None
+        return self.table.bounds if self.table else ABSENT[torch.int64]
 
     @property
     def offsets(self):
-        return self.table.offsets if self.table else None
+        return self.table.offsets if self.table else ABSENT[torch.int32]
 
     @property
     def table_rows(self):
-        return self.table.rows if self.table else None
+        return self.table.rows if self.table else ABSENT[torch.int32]
 
 
 def problem(call):
@@ -72,8 +79,7 @@ def problem(call):
         **_activations(call),
         # the centred factors of bounded gates leave the range of fp16
         "BOUNDED": bounded and call.q.dtype != torch.float16,
-        "IS_VARLEN": call.cu_seqlens is not None,
-    })  # fmt: skip
+    }, cuda.serves_kda(call))  # fmt: skip
 
 
 def scalar_problem(call):
@@ -83,7 +89,6 @@ def scalar_problem(call):
         "USE_GATE": call.use_gate_in_kernel,
         "HAS_BIAS": call.use_gate_in_kernel and call.dt_bias is not None,
         **_activations(call),
-        "IS_VARLEN": call.cu_seqlens is not None,
     })  # fmt: skip
 
 
@@ -95,7 +100,7 @@ def _activations(call):
     }
 
 
-def _problem(call, gate):
+def _problem(call, gate, served=False):
     B, T, N = call.B, call.T, call.N
     packed = call.cu_seqlens is not None
     rows = max(-(-T // CHUNK) + N - 1, 0) if packed else B * -(-T // CHUNK)
@@ -113,4 +118,5 @@ def _problem(call, gate):
         # 65504 is less than a sum of values may reach
         state_dtype=torch.bfloat16 if dtype == torch.bfloat16 else torch.float32,
         stored_state=torch.bfloat16 if dtype == torch.bfloat16 else torch.float32,
+        cuda=served,
     )

@@ -11,7 +11,7 @@ import torch
 from flaop.triton_kernels.configs import delta as configs
 
 from .. import cuda
-from ..kernel import Kernel, not_warmed
+from ..kernel import Kernel, not_warmed, or_absent
 from ..table import zero_outside
 from .problem import CHUNK
 
@@ -63,7 +63,7 @@ class Workspace(NamedTuple):
 def intra(p, A, A_qk, u, work, load_A=False):
     """A function of (row0, row1) that launches the within-chunk stages of these rows: pair matrices
     and inverse unless A is given, W, U."""
-    if cuda.serves_kda(p.call):
+    if p.cuda:
         return cuda.kda_intra(p, A, A_qk, u, work, load_A)
 
     def launch(row0, row1):
@@ -83,7 +83,7 @@ def run_pairs(p, A, A_qk, row0, row1):
         (
             p.q, p.k, p.g, p.beta, p.A_log, p.dt_bias, gate_sums(p.q), A, A_qk,
             p.bounds, p.table_rows,
-            call.scale, call.lower_bound or 0.0, call.T, call.B, call.H, call.HV, row0,
+            call.scale, call.lower_bound or 0.0, call.T, p.B, call.H, call.HV, row0,
         ),
         {name: tiles[name] for name in ("K", "BT", "BK")} | p.gate | {
             "SPLIT": p.split, "PRECISION": p.precision, "INVERSE_DTYPE": p.inverse_dtype,
@@ -102,7 +102,7 @@ def run_wy(p, A, u, work, row0, row1):
         (
             p.q, p.k, p.v, p.g, p.beta, p.A_log, p.dt_bias, gate_sums(p.q), A,
             work.w, u, work.qg, work.kg, work.decay, p.bounds, p.table_rows,
-            call.scale, call.lower_bound or 0.0, call.T, call.B, call.H, call.HV, row0,
+            call.scale, call.lower_bound or 0.0, call.T, p.B, call.H, call.HV, row0,
         ),
         tiles | _without_bounded(p.gate) | {"SPLIT": p.split, "PRECISION": p.precision},
         **options,
@@ -121,16 +121,16 @@ def scan(p, u, work, A_qk=None, o=None, v_new=None, h=None, ht=None):
     tiles, options = p.config(configs.scan)
     grid = (-(-call.V // tiles["BV"]) * call.N * call.HV,)
     args = (
-        work.w, u, work.qg, work.kg, work.decay, A_qk, o, v_new, h, p.h0, ht,
-        p.bounds, p.offsets, call.T, call.B, call.HV,
+        work.w, u, work.qg, work.kg, work.decay, A_qk, o, v_new, h, or_absent(p.h0), or_absent(ht),
+        p.bounds, p.offsets, call.T, p.B, call.HV,
     )  # fmt: skip
     constants = tiles | {
         "OUTPUT": o is not None, "STORE_V": v_new is not None, "STORE_H": h is not None,
-        "HAS_H0": p.h0 is not None, "STORE_FINAL": ht is not None,
-        "V_FIRST": call.state_v_first, "IS_VARLEN": p.table is not None,
+        "V_FIRST": call.state_v_first,
         "PRECISION": p.precision, "STATE_DTYPE": p.state_dtype,
     }  # fmt: skip
-    return lambda row0, row1: _scan(grid, (*args, row0, row1), constants, **options)
+    states = int(p.h0 is not None), int(ht is not None)
+    return lambda row0, row1: _scan(grid, (*args, row0, row1, *states), constants, **options)
 
 
 def new_states(p, rows=None):
@@ -153,12 +153,12 @@ def run_scan_backward(p, work, A_qk, do, dht, want_dh0):
     _scan_backward(
         (-(-call.V // tiles["BV"]) * call.N * call.HV,),
         (
-            work.w, work.qg, work.kg, work.decay, A_qk, do, dv_new, dh, dht, dh0,
-            p.bounds, p.offsets, call.T, call.B, call.HV, p.rows,
+            work.w, work.qg, work.kg, work.decay, A_qk, do, dv_new, dh,
+            or_absent(dht), or_absent(dh0), p.bounds, p.offsets,
+            call.T, p.B, call.HV, p.rows, int(want_dh0), int(dht is not None),
         ),
         tiles | {
-            "HAS_DO": do is not None, "HAS_DHT": dht is not None, "STORE_DH0": want_dh0,
-            "V_FIRST": call.state_v_first, "IS_VARLEN": p.table is not None,
+            "HAS_DO": do is not None, "V_FIRST": call.state_v_first,
             "PRECISION": p.precision, "STATE_DTYPE": p.state_dtype,
         },
         **options,
@@ -201,7 +201,7 @@ def run_intra_backward(p, A, v_new, h, do, dv_new, dh):
     """Gradients within the chunks, with dq and dk of the inputs q and k."""
     call = p.call
     # with bounded gates, where pairs are cheap, the Triton kernels are faster (docs/measured.md)
-    if cuda.serves_kda(call) and not p.gate["BOUNDED"]:
+    if p.cuda and not p.gate["BOUNDED"]:
         complete = call.HV == call.H
         grads = _new_gradients(p, 1, complete)
         cuda.kda_backward(p, A, v_new, h, do, dv_new, dh, *grads)
@@ -239,11 +239,11 @@ def _run_intra_backward(p, A, v_new, h, do, dv_new, dh, complete):
         (p.rows * call.HV,),
         (
             p.v, p.beta, A, v_new, do, dv_new, dv_new, grads.dv, dA_qk, dL, dbeta_parts,
-            p.bounds, p.table_rows, call.scale, call.T, call.B, call.HV, slabs,
+            p.bounds, p.table_rows, call.scale, call.T, p.B, call.HV, slabs,
         ),
         {name: values_tiles[name] for name in ("V", "BT", "BV")} | {
             name: flags[name]
-            for name in ("HAS_DO", "BETA_SIGMOID", "NEG_EIGVAL", "IS_VARLEN", "PRECISION")
+            for name in ("HAS_DO", "BETA_SIGMOID", "NEG_EIGVAL", "PRECISION")
         },
         **values_options,
     )  # fmt: skip
@@ -253,7 +253,7 @@ def _run_intra_backward(p, A, v_new, h, do, dv_new, dh, complete):
             p.q, p.k, p.g, p.beta, p.A_log, p.dt_bias, gate_sums(p.q), v_new, h, do, dv_new, dh,
             dA_qk, dL, grads.dq, grads.dk, grads.dg, dbeta_parts, grads.dA_log, grads.ddt_bias,
             p.bounds, p.table_rows, call.scale, call.lower_bound or 0.0,
-            call.T, call.B, call.H, call.HV,
+            call.T, p.B, call.H, call.HV,
         ),
         tiles | flags,
         **options,
