@@ -66,6 +66,8 @@ def test_products_are_those_of_warpgroups(compiled):
         expected = 28 if "ILb1E" in name else 16
         assert len(re.findall(r"\bHGMMA\b", code)) == expected, name
         assert "USETMAXREG" in code, name
+        # inputs come by TMA alone
+        assert "UTMALDG.3D" in code and "LDGSTS" not in code, name
         assert not re.search(r"\b(LDL|STL)\b", code), name
 
 

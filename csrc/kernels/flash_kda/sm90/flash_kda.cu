@@ -1,13 +1,15 @@
 // The fused inference forward of KDA: from raw inputs to outputs in one pass over memory.
 //
-// One block per (sequence, head, piece). Two warpgroups prepare chunks of 64 tokens (prepare.cuh),
-// two carry the state of 64 values each (scan.cuh); they meet in two stages of shared memory. A
-// sequence in one piece takes one launch; in more, a first pass makes what joins them (pieces.h).
-// Nothing of the size of the inputs is ever stored but the outputs.
+// One block per (sequence, head, piece). Of its four warpgroups one turns gates into decays
+// (decay.cuh), one couples the tokens of a chunk of 64 (couple.cuh), two carry the state of 64
+// values each (scan.cuh); each is a chunk ahead of the next, and they meet in three stages of
+// shared memory. A sequence in one piece takes one launch; in more, a first pass makes what joins
+// them (pieces.h). Nothing of the size of the inputs is ever stored but the outputs.
 #include <cuda_runtime.h>
 
+#include "couple.cuh"
+#include "decay.cuh"
 #include "pieces.h"
-#include "prepare.cuh"
 #include "scan.cuh"
 
 namespace flaop::flash {
@@ -15,15 +17,15 @@ namespace {
 
 constexpr int kThreads = 4 * kWarpgroup;
 constexpr int kState = kHead * kHead;
-// 65536 registers for two warpgroups of each side. With fewer the scan's products wait for each
-// other.
+// 65536 registers for two preparing warpgroups and two scanning ones. With fewer the scan's
+// products wait for each other.
 template <bool OUTPUT>
 constexpr int kPrepareRegisters = OUTPUT ? 80 : 88;
 template <bool OUTPUT>
 constexpr int kScanRegisters = 256 - kPrepareRegisters<OUTPUT>;
+// Behind the blocks of (sequence, part, head).
 constexpr int kZeroBlocks = 32;
 
-// Blocks (sequence, part, head) and, behind them, those of zero_outside.
 // What a block of the first pass makes: the state that piece `piece` leaves, or its transfer
 // matrix.
 struct Summary {
@@ -54,18 +56,28 @@ __device__ void zero_outside(const flaop_flash_kda& p, Shared& s, int part) {
 
 template <bool OUTPUT>
 __global__ void __launch_bounds__(kThreads, 1)
-    flash_kda_kernel(const __grid_constant__ flaop_flash_kda p, int parts) {
+    flash_kda_kernel(const __grid_constant__ flaop_flash_kda p, const __grid_constant__ Maps maps,
+                     int parts) {
   extern __shared__ __align__(128) unsigned char memory[];
-  Shared& s = *reinterpret_cast<Shared*>(memory);
+  Shared& s = *reinterpret_cast<Shared*>(memory + -shared_address(memory) % kTileAlignment);
   const int head = blockIdx.x % p.H, part = blockIdx.x / p.H % parts;
   const int sequence = blockIdx.x / p.H / parts;
   if (sequence >= p.N) return zero_outside(p, s, blockIdx.x - p.N * p.H * parts);
 
-  if (threadIdx.x == 0)
-    for (int i = 0; i < 2; ++i) {
-      barrier_init(&s.full[i], 2 * kWarpgroup / 32);
-      barrier_init(&s.empty[i], 2 * kWarpgroup / 32);
+  if (threadIdx.x == 0) {
+    constexpr int kWarps = kWarpgroup / 32;
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(&s.loaded[i], 1);
+      barrier_init(&s.decayed[i], kWarps);
+      barrier_init(&s.full[i], kWarps);
+      barrier_init(&s.empty[i], 2 * kWarps);
     }
+    for (int i = 0; i < 2; ++i) barrier_init(&s.values[i], 1);
+    barrier_init(&s.paired, kWarps);
+    barrier_init(&s.transformed, 2 * kWarps);
+    fence_async();
+    for (const CUtensorMap* map : {&maps.q, &maps.k, &maps.v, &maps.g}) prefetch_map(*map);
+  }
   Summary what{part, false};
   if constexpr (!OUTPUT) what = summary(p, part);
   const Piece piece = find_piece(p, s, sequence, head, what.piece, kThreads);
@@ -80,7 +92,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int group = threadIdx.x / kWarpgroup;
   if (group < 2) {
     give_registers<kPrepareRegisters<OUTPUT>>();
-    prepare<OUTPUT>(p, s, !what.transfer);
+    if (group == 0) {
+      decay_chunks<OUTPUT>(p, s);
+    } else {
+      couple_chunks<OUTPUT>(s);
+    }
   } else {
     take_registers<kScanRegisters<OUTPUT>>();
     StateSource source{nullptr, FLAOP_F32, what.transfer};
@@ -97,7 +113,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     } else {
       to = summary_state(p, part, sequence_head);
     }
-    scan<OUTPUT>(p, s, group - 2, !what.transfer, source, to);
+    scan<OUTPUT>(p, maps, s, group - 2, !what.transfer, source, to);
   }
 #ifdef FLAOP_FLASH_CLOCK
   __syncwarp();
@@ -148,23 +164,68 @@ __global__ void __launch_bounds__(kHead) join_kernel(const __grid_constant__ fla
   }
 }
 
+// The driver's function, through the runtime: nothing links against the driver.
+struct Encoder {
+  decltype(&cuTensorMapEncodeTiled) encode = nullptr;
+  cudaError_t error;
+
+  Encoder() {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+#if CUDART_VERSION >= 12050
+    error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000,
+                                             cudaEnableDefault, &result);
+#else
+    error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result);
+#endif
+    if (error == cudaSuccess && result != cudaDriverEntryPointSuccess)
+      error = cudaErrorSymbolNotFound;
+    encode = reinterpret_cast<decltype(encode)>(found);
+  }
+};
+
+cudaError_t make_maps(const flaop_flash_kda& p, Maps& maps) {
+  static const Encoder encoder;
+  if (encoder.error != cudaSuccess) return encoder.error;
+  const uint64_t H = p.H, row = kHead * sizeof(bf16);
+  const uint64_t tokens = static_cast<uint64_t>(p.cu_seqlens != nullptr ? 1 : p.N) * p.T;
+  const cuuint64_t sizes[3] = {kHead, H, tokens}, strides[2] = {row, H * row};
+  const cuuint32_t box[3] = {kTileRow / sizeof(bf16), 1, kTokens}, steps[3] = {1, 1, 1};
+  const auto make = [&](CUtensorMap& map, const void* x) {
+    return encoder.encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(x), sizes,
+                          strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                          CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  for (const CUresult result :
+       {make(maps.q, p.q), make(maps.k, p.k), make(maps.v, p.v), make(maps.g, p.g)})
+    if (result != CUDA_SUCCESS) return static_cast<cudaError_t>(result);
+  return cudaSuccess;
+}
+
+constexpr int kSharedBytes = sizeof(Shared) + kTileAlignment;
+
 template <bool OUTPUT>
-cudaError_t launch(const flaop_flash_kda& p, int64_t parts, int zero_blocks, cudaStream_t stream) {
+cudaError_t launch(const flaop_flash_kda& p, const Maps& maps, int64_t parts, int zero_blocks,
+                   cudaStream_t stream) {
   const auto kernel = flash_kda_kernel<OUTPUT>;
   const int64_t blocks = static_cast<int64_t>(p.N) * p.H * parts + zero_blocks;
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
   const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared));
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (error != cudaSuccess) return error;
-  kernel<<<static_cast<unsigned>(blocks), kThreads, sizeof(Shared), stream>>>(
-      p, static_cast<int>(parts));
+  kernel<<<static_cast<unsigned>(blocks), kThreads, kSharedBytes, stream>>>(
+      p, maps, static_cast<int>(parts));
   return cudaGetLastError();
 }
 
 cudaError_t launch_all(const flaop_flash_kda& p, cudaStream_t stream) {
   if (p.pieces < 1) return cudaErrorInvalidValue;
+  Maps maps;
+  cudaError_t error = make_maps(p, maps);
+  if (error != cudaSuccess) return error;
   if (p.pieces > 1) {
-    cudaError_t error = launch<false>(p, summaries(p.pieces), 0, stream);
+    error = launch<false>(p, maps, summaries(p.pieces), 0, stream);
     if (error != cudaSuccess) return error;
     if (p.pieces > 2) {
       join_kernel<<<static_cast<unsigned>(p.N * p.H * (kHead / kJoinRows)), kHead, 0, stream>>>(p);
@@ -172,7 +233,7 @@ cudaError_t launch_all(const flaop_flash_kda& p, cudaStream_t stream) {
       if (error != cudaSuccess) return error;
     }
   }
-  return launch<true>(p, p.pieces, p.cu_seqlens != nullptr ? kZeroBlocks : 0, stream);
+  return launch<true>(p, maps, p.pieces, p.cu_seqlens != nullptr ? kZeroBlocks : 0, stream);
 }
 
 }  // namespace

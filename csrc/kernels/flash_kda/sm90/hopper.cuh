@@ -1,5 +1,7 @@
 // Instructions of compute capability 9.0, each behind one function.
 #pragma once
+#include <cuda.h>
+
 #include "../../mma.cuh"
 
 namespace flaop {
@@ -43,6 +45,13 @@ __device__ __forceinline__ void barrier_init(uint64_t* barrier, int arrivals) {
                "r"(arrivals)
                : "memory");
 }
+// One arrival, and so many bytes that load_box() brings before the phase ends.
+__device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes) {
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
+}
 // One arrival of a warp, once all of it has come here.
 __device__ __forceinline__ void barrier_arrive_warp(uint64_t* barrier, unsigned lane) {
   __syncwarp();
@@ -63,9 +72,37 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
       : "memory");
 }
 
-// Shared memory that this thread wrote is read by wgmma next.
+// Shared memory that this thread accessed is accessed by wgmma or TMA next.
 __device__ __forceinline__ void fence_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// To global memory, in one instruction.
+__device__ __forceinline__ void store16(void* to, uint4 x) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z),
+               "r"(x.w)
+               : "memory");
+}
+
+// True in one lane of the warp. By all lanes; the assembler knows that it is one, and issues what
+// this guards without a loop over lanes.
+__device__ __forceinline__ bool elected() {
+  uint32_t one;
+  asm volatile("{\n.reg .pred is;\nelect.sync _|is, -1;\nselp.u32 %0, 1, 0, is;\n}" : "=r"(one));
+  return one != 0;
+}
+
+// Starts copying a box of a tensor to shared memory; its bytes count at the barrier. One thread.
+__device__ __forceinline__ void load_box(void* to, const CUtensorMap& map, int x, int y, int z,
+                                         uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(to)),
+      "l"(&map), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier))
+      : "memory");
+}
+__device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
 // Four 8 x 8 matrices of 16-bit values, transposed, to memory; addresses as for load_matrices.
@@ -77,14 +114,16 @@ __device__ __forceinline__ void store_matrices_transposed(void* row, uint32_t x0
                : "memory");
 }
 
-// Operand B of wgmma in shared memory, offset bytes behind start: core matrices of 8 x 16 bytes,
-// not swizzled. along_k and along_n: bytes from one core matrix to the next. All are multiples
-// of 16.
-__device__ __forceinline__ uint64_t operand(const void* start, uint32_t offset, uint32_t along_k,
-                                            uint32_t along_n) {
+// Operand B of wgmma in shared memory, offset bytes behind start. leading, stride: the byte offsets
+// of the descriptor. Not swizzled, core matrices of 8 x 16 bytes: from one to the next along k, and
+// along n. All are multiples of 16.
+template <bool SWIZZLED>
+__device__ __forceinline__ uint64_t operand(const void* start, uint32_t offset, uint32_t leading,
+                                            uint32_t stride) {
+  constexpr uint32_t kMode = SWIZZLED ? 1u << 30 : 0;  // of 128 bytes, or none
   // the address keeps to its 14 bits, so the offset is added last
-  const uint32_t low = (shared_address(start) >> 4 | along_k << 12) + (offset >> 4);
-  return static_cast<uint64_t>(along_n >> 4) << 32 | low;
+  const uint32_t low = (shared_address(start) >> 4 | leading << 12) + (offset >> 4);
+  return static_cast<uint64_t>(stride >> 4 | kMode) << 32 | low;
 }
 
 __device__ __forceinline__ void wgmma_fence() {

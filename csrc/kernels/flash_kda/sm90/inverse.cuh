@@ -60,7 +60,7 @@ __device__ __forceinline__ void round_half(uint32_t (&a)[4], const float (&c)[2]
 
 // Block (I, J) of the inverse, transposed, to A with the factors of its rows and columns.
 // beta: of columns r and r + 8.
-__device__ __forceinline__ void store_block(Stage& stage, const uint32_t (&x)[4],
+__device__ __forceinline__ void store_block(bf16* A, const Stage& stage, const uint32_t (&x)[4],
                                             const float (&beta)[2], unsigned I, unsigned J,
                                             unsigned lane) {
   const unsigned p = 2 * (lane % 4);
@@ -72,15 +72,15 @@ __device__ __forceinline__ void store_block(Stage& stage, const uint32_t (&x)[4]
     a[i] = pack_bf16(y.x * norm.x * beta[i % 2], y.y * norm.y * beta[i % 2]);
   }
   store_matrices_transposed(
-      stage.A + place(kBlock * I + 8 * (lane / 16) + lane % 8, kBlock * J + (lane & 8)), a[0], a[1],
-      a[2], a[3]);
+      A + place(kBlock * I + 8 * (lane / 16) + lane % 8, kBlock * J + (lane & 8)), a[0], a[1], a[2],
+      a[3]);
 }
 
 // Column J of blocks of the inverse, by one warp. Above the diagonal blocks A is zero.
-__device__ __forceinline__ void invert_column(Stage& stage, const Scratch& s, unsigned J,
-                                              unsigned lane) {
+__device__ __forceinline__ void invert_column(bf16* A, const Stage& stage, const Scratch& s,
+                                              unsigned J, unsigned lane) {
   const unsigned first = kBlock * J + lane / 4;
-  const float beta[2] = {s.beta[first], s.beta[first + 8]};
+  const float beta[2] = {stage.beta[first], stage.beta[first + 8]};
   uint32_t x[kBlocks][4];
   uint32_t own[4];
   load_left(own, s.inverse[J], lane);
@@ -88,7 +88,7 @@ __device__ __forceinline__ void invert_column(Stage& stage, const Scratch& s, un
   for (int m = 0; m < kBlocks; ++m)
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[m][i] = own[i];  // those before J are never used
-  store_block(stage, own, beta, J, J, lane);
+  store_block(A, stage, own, beta, J, J, lane);
 #pragma unroll
   for (int I = 1; I < kBlocks; ++I) {
     if (I <= J) continue;
@@ -105,7 +105,7 @@ __device__ __forceinline__ void invert_column(Stage& stage, const Scratch& s, un
     round_half(a, sum, -1.f);
     multiply_add(result, a, diagonal);
     round_half(x[I], result, 1.f);
-    store_block(stage, x[I], beta, I, J, lane);
+    store_block(A, stage, x[I], beta, I, J, lane);
   }
 }
 

@@ -14,18 +14,21 @@ struct PairStep {
   uint32_t k[4], q[4], x[4], factor[2];
 };
 
-// Adds up all channels. rows of k, and of q; columns, which with BETWEEN the factors of their
+// Adds up all channels. Rows of k, and of q; columns, which with BETWEEN the factors of their
 // channels multiply. Operands are loaded two steps ahead; ORDER: the assembler is kept from loading
 // them later, which it otherwise does where registers are short.
-template <bool OUTPUT, bool BETWEEN, bool ORDER>
-__device__ __forceinline__ void add_pairs(PairSums& sums, const bf16* k, const bf16* q,
-                                          const bf16* columns, const bf16* factor) {
+// rows: a place in k and q; column: in columns, swizzled or not.
+template <bool OUTPUT, bool SWIZZLED, bool BETWEEN, bool ORDER>
+__device__ __forceinline__ void add_pairs(PairSums& sums, bf16* k, bf16* q, unsigned rows,
+                                          bf16* columns, unsigned column, const bf16* factor) {
   PairStep steps[3];
   const auto load = [&](int i) {
     PairStep& step = steps[i % 3];
-    load_matrices(step.x, columns + place(0, 16 * i));
-    load_matrices(step.k, k + place(0, 16 * i));
-    if constexpr (OUTPUT) load_matrices(step.q, q + place(0, 16 * i));
+    const unsigned far = i / 4 * kHalfTile, near = i % 4 * 32;
+    load_matrices(step.x, &access<bf16>(columns, SWIZZLED ? (column ^ near) + far
+                                                          : column + 2 * place(0, 16 * i)));
+    load_matrices(step.k, &access<bf16>(k, (rows ^ near) + far));
+    if constexpr (OUTPUT) load_matrices(step.q, &access<bf16>(q, (rows ^ near) + far));
     if constexpr (BETWEEN) {
       step.factor[0] = word(factor, 16 * i);
       step.factor[1] = word(factor, 16 * i + 8);
@@ -52,11 +55,12 @@ __device__ __forceinline__ void add_pairs(PairSums& sums, const bf16* k, const b
 
 // A warp: rows of block I and columns of block J: L, and A_qk. factor: of the blocks between.
 template <bool OUTPUT, bool DIAGONAL, bool BETWEEN>
-__device__ __forceinline__ void pairs(Stage& stage, Scratch& s, unsigned I, unsigned J,
-                                      const bf16* factor, unsigned lane) {
+__device__ __forceinline__ void pairs(Shared& shared, Stage& stage, bf16* A_qk, unsigned I,
+                                      unsigned J, const bf16* factor, unsigned lane) {
+  Scratch& s = shared.scratch;
   const unsigned r = lane / 4, p = 2 * (lane % 4), matrix = lane / 8;
-  const unsigned row = place(kBlock * I + lane % 16, 8 * (lane / 16));
-  const unsigned column = place(kBlock * J + 8 * (matrix / 2) + lane % 8, 8 * (matrix % 2));
+  const unsigned row = swizzled(kBlock * I + lane % 16, 8 * (lane / 16));
+  const unsigned token = kBlock * J + 8 * (matrix / 2) + lane % 8, channel = 8 * (matrix % 2);
   float2 norm[2];
   float factor_k[2], own[2];
   const float unit = DIAGONAL ? 1.f : 1.f / kRowScale;
@@ -64,12 +68,17 @@ __device__ __forceinline__ void pairs(Stage& stage, Scratch& s, unsigned I, unsi
   for (int i = 0; i < 2; ++i) {
     const unsigned t = kBlock * I + r + 8 * i;
     norm[i] = load2(&stage.k_norm[kBlock * J + 8 * i + p]);
-    factor_k[i] = s.beta[t] * stage.k_norm[t] * unit;
-    if constexpr (OUTPUT && DIAGONAL) own[i] = s.own[t];
+    factor_k[i] = stage.beta[t] * stage.k_norm[t] * unit;
+    if constexpr (OUTPUT && DIAGONAL) own[i] = stage.own[t];
   }
   PairSums sums{};
-  add_pairs<OUTPUT, BETWEEN, !BETWEEN && !DIAGONAL>(
-      sums, stage.k + row, stage.q + row, (DIAGONAL ? s.reciprocal : stage.g) + column, factor + p);
+  if constexpr (DIAGONAL) {
+    add_pairs<OUTPUT, false, BETWEEN, false>(sums, stage.k, stage.q, row, shared.reciprocal,
+                                             2 * place(token, channel), factor + p);
+  } else {
+    add_pairs<OUTPUT, true, BETWEEN, !BETWEEN>(sums, stage.k, stage.q, row, stage.g,
+                                               swizzled(token, channel), factor + p);
+  }
 #pragma unroll
   for (int i = 0; i < 2; ++i)
 #pragma unroll
@@ -90,8 +99,7 @@ __device__ __forceinline__ void pairs(Stage& stage, Scratch& s, unsigned I, unsi
       } else {
         *reinterpret_cast<uint32_t*>(&s.below[below(I, J)][n][t][p]) = pack_half(l[0], l[1]);
       }
-      if constexpr (OUTPUT)
-        word(stage.A_qk, kBlock * I + t, kBlock * J + u) = pack_bf16(a[0], a[1]);
+      if constexpr (OUTPUT) word(A_qk, kBlock * I + t, kBlock * J + u) = pack_bf16(a[0], a[1]);
     }
 }
 

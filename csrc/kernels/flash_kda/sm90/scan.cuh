@@ -31,9 +31,48 @@ __device__ __forceinline__ void round_operand(uint32_t (&a)[4], const float* c) 
   for (int i = 0; i < 4; ++i) a[i] = pack_bf16(c[2 * i], c[2 * i + 1]);
 }
 
+__device__ __forceinline__ void load_tile(bf16* tile, const CUtensorMap& map, int head, int token,
+                                          uint64_t* barrier) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    load_box(&access<bf16>(tile, half * kHalfTile), map, 64 * half, head, token, barrier);
+}
+
+// Starts loading q, k and g of a chunk. By one thread, once the stage is empty.
 template <bool OUTPUT>
-__device__ __forceinline__ void scan(const flaop_flash_kda& p, Shared& shared, int group,
-                                     bool with_values, StateSource source, float* to) {
+__device__ __forceinline__ void load_chunk(const Maps& maps, Shared& shared, int chunk, int stage) {
+  const Piece& piece = shared.piece;
+  if (chunk >= piece.chunks) return;
+  Stage& to = shared.stage[stage];
+  uint64_t* barrier = &shared.loaded[stage];
+  const int token = static_cast<int>(piece.token) + chunk * kTokens, head = piece.head;
+  barrier_expect(barrier, (2 + OUTPUT) * kTile);
+  load_tile(to.g, maps.g, head, token, barrier);
+  load_tile(to.k, maps.k, head, token, barrier);
+  if constexpr (OUTPUT) load_tile(to.q, maps.q, head, token, barrier);
+}
+
+// Starts loading a warpgroup's half of v of a chunk. By one thread, once the last one is read.
+__device__ __forceinline__ void load_values(const Maps& maps, Shared& shared, int chunk,
+                                            int group) {
+  const Piece& piece = shared.piece;
+  if (chunk >= piece.chunks) return;
+  barrier_expect(&shared.values[group], kHalfTile);
+  load_box(&access<bf16>(shared.v, group * kHalfTile), maps.v, 64 * group, piece.head,
+           static_cast<int>(piece.token) + chunk * kTokens, &shared.values[group]);
+}
+
+// Rows of v past the end of a sequence are not its own: zero. By the warpgroup of the half.
+__device__ __forceinline__ void end_values(bf16* v, int length, int group, int thread) {
+#pragma unroll 1
+  for (int t = length + thread / 8; t < kTokens; t += kWarpgroup / 8)
+    access<uint4>(v, swizzled(t, 64 * group + 8 * (thread % 8))) = make_uint4(0, 0, 0, 0);
+  threads_sync<kWarpgroup>(3 + group);
+}
+
+template <bool OUTPUT>
+__device__ __forceinline__ void scan(const flaop_flash_kda& p, const Maps& maps, Shared& shared,
+                                     int group, bool with_values, StateSource source, float* to) {
   const Piece& piece = shared.piece;  // read anew for each chunk: registers are short
   const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
   const int r = lane / 4, c = 2 * (lane % 4);
@@ -53,11 +92,16 @@ __device__ __forceinline__ void scan(const flaop_flash_kda& p, Shared& shared, i
     }
 
   // Two blocks of eight tokens by two of eight values, as load_matrices_transposed wants them.
-  const int at = place(8 * (lane / 16) + lane % 8, value + 8 * (lane / 8 % 2));
+  const unsigned at = swizzled(8 * (lane / 16) + lane % 8, value + 8 * (lane / 8 % 2));
+  const bool loads = group == 1 && warp == 0;  // this warp starts the loads of stages
+  if (loads && lane == 0)
+    for (int i = 0; i < kStages; ++i) load_chunk<OUTPUT>(maps, shared, i, i);
+  if (with_values && thread == 0) load_values(maps, shared, 0, group);
+  Turn turn;
   FLAOP_CLOCK_START(shared);
-  for (int chunk = 0; chunk < piece.chunks; ++chunk) {
-    Stage& stage = shared.stage[chunk % 2];
-    barrier_wait(&shared.full[chunk % 2], chunk / 2 % 2);
+  for (int chunk = 0; chunk < piece.chunks; ++chunk, turn = turn.next()) {
+    const Stage& stage = shared.stage[turn.stage];
+    barrier_wait(&shared.full[turn.stage], turn.parity);
     FLAOP_CLOCK_STEP(0);  // waiting for operands
 
     uint32_t state[8][4];
@@ -73,11 +117,16 @@ __device__ __forceinline__ void scan(const flaop_flash_kda& p, Shared& shared, i
     pin(x);
     FLAOP_CLOCK_STEP(1);  // X
 
+    const int length = piece.length - chunk * kTokens;
+    if (with_values) {
+      barrier_wait(&shared.values[group], chunk % 2);
+      if (length < kTokens) end_values(shared.v, length, group, thread);
+    }
     uint32_t error[4][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       uint32_t v[4] = {0, 0, 0, 0};
-      if (with_values) load_matrices_transposed(v, stage.v + at + 16 * 8 * i);
+      if (with_values) load_matrices_transposed(v, &access<bf16>(shared.v, at + 16 * i * kTileRow));
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float2 y = unpack_bf16(v[j]), norm = load2(&stage.k_norm[16 * i + 8 * (j / 2) + c]);
@@ -88,12 +137,13 @@ __device__ __forceinline__ void scan(const flaop_flash_kda& p, Shared& shared, i
     FLAOP_CLOCK_STEP(2);  // its rounding
     float y[32];
     wgmma_fence();
-    wgmma_n64<false>(y, error[0], by_channels(stage.A, 0));
+    wgmma_n64<false>(y, error[0], by_columns(shared.A, 0));
 #pragma unroll
-    for (int i = 1; i < 4; ++i) wgmma_n64<true>(y, error[i], by_channels(stage.A, i));
+    for (int i = 1; i < 4; ++i) wgmma_n64<true>(y, error[i], by_columns(shared.A, i));
     wgmma_commit();
     wgmma_wait<0>();
     pin(y);
+    barrier_arrive_warp(&shared.transformed, lane);
     FLAOP_CLOCK_STEP(3);  // V'
 
     uint32_t v_new[4][4];
@@ -106,7 +156,8 @@ __device__ __forceinline__ void scan(const flaop_flash_kda& p, Shared& shared, i
 #pragma unroll
       for (int i = 1; i < 8; ++i) wgmma_n64<true>(o, state[i], by_channels(stage.q, i));
 #pragma unroll
-      for (int i = 0; i < 4; ++i) wgmma_n64<true>(o, v_new[i], by_channels(stage.A_qk, i));
+      for (int i = 0; i < 4; ++i)
+        wgmma_n64<true>(o, v_new[i], by_columns(shared.A_qk[chunk % 2], i));
       wgmma_commit();
     }
 #pragma unroll
@@ -125,44 +176,58 @@ __device__ __forceinline__ void scan(const flaop_flash_kda& p, Shared& shared, i
     wgmma_commit();
     FLAOP_CLOCK_STEP(4);  // products for o and S under way
 
+    float2 norm[8];
     if constexpr (OUTPUT) {
-      wgmma_wait<1>();
-      pin(o);
-      FLAOP_CLOCK_STEP(5);  // o
-                            // this warp's values were read from there above, by itself
+#pragma unroll
+      for (int i = 0; i < 8; ++i) norm[i] = load2(&stage.q_norm[8 * i + c]);
+    }
+    wgmma_wait<0>();
+    pin(S);
+    if constexpr (OUTPUT) pin(o);
+    barrier_arrive_warp(&shared.empty[turn.stage], lane);
+    FLAOP_CLOCK_STEP(5);  // o, S
+    if constexpr (OUTPUT) {
+      // this warp's values were read from there above, by itself
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         uint32_t rounded[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const float2 norm = load2(&stage.q_norm[16 * i + 8 * (j / 2) + c]);
-          rounded[j] = pack_bf16(norm.x * o[8 * i + 2 * j], norm.y * o[8 * i + 2 * j + 1]);
+          const float2 y = norm[2 * i + j / 2];
+          rounded[j] = pack_bf16(y.x * o[8 * i + 2 * j], y.y * o[8 * i + 2 * j + 1]);
         }
-        store_matrices_transposed(stage.v + at + 16 * 8 * i, rounded[0], rounded[1], rounded[2],
-                                  rounded[3]);
+        store_matrices_transposed(&access<bf16>(shared.v, at + 16 * i * kTileRow), rounded[0],
+                                  rounded[1], rounded[2], rounded[3]);
       }
       threads_sync<kWarpgroup>(3 + group);
       FLAOP_CLOCK_STEP(6);  // o in shared memory
-      const int length = min(piece.length - chunk * kTokens, kTokens);
-      const int channel = 64 * group + 8 * (thread % 8);
       const int64_t first = piece.token + static_cast<int64_t>(chunk) * kTokens;
+      const int channel = 64 * group + 8 * (thread % 8);
       uint4 rows[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        rows[i] = *reinterpret_cast<const uint4*>(stage.v + place(16 * i + thread / 8, channel));
+        rows[i] = access<uint4>(shared.v, swizzled(thread / 8, channel) + 16 * i * kTileRow);
       bf16* o_row =
           static_cast<bf16*>(p.o) + ((first + thread / 8) * p.H + piece.head) * kHead + channel;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if (16 * i + thread / 8 < length) *reinterpret_cast<uint4*>(o_row) = rows[i];
+        if (16 * i + thread / 8 < length) store16(o_row, rows[i]);
         o_row += static_cast<int64_t>(16) * p.H * kHead;
       }
     }
+    if (loads) {
+      barrier_wait(&shared.empty[turn.stage], turn.parity);
+      if (elected()) load_chunk<OUTPUT>(maps, shared, chunk + kStages, turn.stage);
+      __syncwarp();
+    }
+    FLAOP_CLOCK_STEP(8);  // loads started
+    if (with_values) {
+      fence_async();  // the place of v is filled by TMA next
+      threads_sync<kWarpgroup>(3 + group);
+      if (warp == 0 && elected()) load_values(maps, shared, chunk + 1, group);
+      __syncwarp();
+    }
     FLAOP_CLOCK_STEP(7);  // o stored
-    wgmma_wait<0>();
-    pin(S);
-    barrier_arrive_warp(&shared.empty[chunk % 2], lane);
-    FLAOP_CLOCK_STEP(8);  // S
   }
 
   if (to == nullptr) return;

@@ -1,5 +1,7 @@
 // Shared memory of the fused kernel, and the piece of a sequence that a block works on.
 #pragma once
+#include <stddef.h>
+
 #include "../../kda/common.cuh"
 #include "clock.cuh"
 #include "flash_kda.h"
@@ -9,19 +11,42 @@ namespace flaop::flash {
 
 using bf16 = __nv_bfloat16;
 
-// A [64, D] tile is stored as D / 8 columns of 64 rows of 16 bytes: eight rows of a column are a
-// core matrix of wgmma. 16 bytes between columns keep accesses along D off each other's banks.
+// The tiles that TMA fills, [64, 128]: two halves of 64 channels, a row of one is 128 bytes, and
+// eight channels j of token t lie at j ^ t % 8 in it (128-byte swizzle): eight tokens of the same
+// channels are in different banks. Places are in bytes. Along the channels of a half, and within
+// eight tokens, they move by XOR, and by addition along whole rows.
+constexpr unsigned kTileRow = 128, kHalfTile = kTokens * kTileRow, kTile = 2 * kHalfTile;
+constexpr unsigned kTileAlignment = 8 * kTileRow;
+__device__ __forceinline__ constexpr unsigned swizzled(unsigned token, unsigned channel) {
+  return channel / 64 * kHalfTile + token * kTileRow + (2 * channel % kTileRow ^ token % 8 * 16);
+}
+template <typename T>
+__device__ __forceinline__ T& access(bf16* tile, unsigned bytes) {
+  return *reinterpret_cast<T*>(reinterpret_cast<unsigned char*>(tile) + bytes);
+}
+// Operands of wgmma: 16 channels (k), all tokens (n); and 16 tokens (k), all channels (n). With
+// this swizzle the first has one stride, between groups of eight tokens, and channels advance the
+// start within the row of 128 bytes; the second has two, between halves and between such groups
+// (CUTLASS, make_gmma_desc: Swizzle<3,4,3> o ((8,m),(T,2k)):((8T,SBO),(1,T)) for K-major and
+// ((T,8,m),(8,k)):((1,T,LBO),(8T,SBO)) for MN-major).
+__device__ __forceinline__ uint64_t by_channels(const bf16* tile, int step) {
+  return operand<true>(tile, step / 4 * kHalfTile + step % 4 * 32, 16, kTileAlignment);
+}
+__device__ __forceinline__ uint64_t by_tokens(const bf16* tile, int step) {
+  return operand<true>(tile, 2 * step * kTileAlignment, kHalfTile, kTileAlignment);
+}
+
+// A [64, D] tile that is not swizzled is stored as D / 8 columns of 64 rows of 16 bytes: eight rows
+// of a column are a core matrix of wgmma. 16 bytes between columns keep accesses along D off each
+// other's banks.
 constexpr int kColumn = kTokens * 8 + 8;
 __device__ __forceinline__ unsigned place(unsigned token, unsigned channel) {
   return channel / 8 * kColumn + token * 8 + channel % 8;
 }
-constexpr uint32_t kAlongChannels = kColumn * sizeof(bf16), kAlongTokens = 8 * 8 * sizeof(bf16);
-// Operands of wgmma: 16 channels (k), all tokens (n); and 16 tokens (k), all channels (n).
-__device__ __forceinline__ uint64_t by_channels(const bf16* tile, int step) {
-  return operand(tile, 2 * step * kAlongChannels, kAlongChannels, kAlongTokens);
-}
-__device__ __forceinline__ uint64_t by_tokens(const bf16* tile, int step) {
-  return operand(tile, 2 * step * kAlongTokens, kAlongTokens, kAlongChannels);
+constexpr uint32_t kAlongColumns = kColumn * sizeof(bf16), kAlongTokens = 8 * 8 * sizeof(bf16);
+// Operand of wgmma: 16 columns (k), all tokens (n).
+__device__ __forceinline__ uint64_t by_columns(const bf16* tile, int step) {
+  return operand<false>(tile, 2 * step * kAlongColumns, kAlongColumns, kAlongTokens);
 }
 
 constexpr int kWide = kHead / 8 * kColumn, kSquare = kTokens / 8 * kColumn;
@@ -44,33 +69,34 @@ __device__ __forceinline__ void load8(float (&x)[8], const float* from) {
   }
 }
 
-// What the two sides hand over for a chunk. Rows of q and k are not normalised: the factors of
-// rows go with the products. G: gate sum from the chunk's start.
-struct Stage {
-  bf16 q[kWide];    // q, then its rows decayed within blocks, then q exp2(G)
-  bf16 k[kWide];    // k, then its rows decayed within blocks, then k exp2(G)
-  bf16 g[kWide];    // g, then k decayed to the end of its block, then k exp2(G_last - G)
-  bf16 v[kWide];    // v, then o
-  bf16 A[kSquare];  // k_norm of its rows, the inverse, beta of its columns
-  bf16 A_qk[kSquare];
-  float decay[kHead];                      // exp2(G_last)
+constexpr int kStages = 3;
+
+// What the sides hand on for a chunk. Rows of q and k are not normalised: the factors of rows go
+// with the products. G: gate sum from the chunk's start.
+struct alignas(kTileAlignment) Stage {
+  bf16 q[kTile / 2];   // q, then its rows decayed within blocks, then q exp2(G)
+  bf16 k[kTile / 2];   // k, then its rows decayed within blocks, then k exp2(G)
+  bf16 g[kTile / 2];   // g, then k decayed to the end of its block, then k exp2(G_last - G)
+  float decay[kHead];  // exp2(G_last)
   float q_norm[kTokens], k_norm[kTokens];  // 1 / norm; of q times the scale
+  float own[kTokens];                      // q k of a token
+  float beta[kTokens];
+};
+
+// Decays over blocks.
+struct Totals {
+  float exact[kBlocks][kHead];
+  bf16 rounded[kBlocks + 1][kHead];  // the last: of blocks 1 and 2 together
 };
 
 // A block of 16 x 16 values of 16 bits: two halves of eight columns, a row of one is 16 bytes.
 using Square = __half[2][kBlock][8];
 
-// Of the preparing side.
+// Of the coupling side.
 struct Scratch {
-  bf16 reciprocal[kWide];                       // k by the reciprocals of the rows' factors
   float diagonal[kBlocks][kBlock][kBlock + 4];  // diagonal blocks of L, transposed
   Square below[kBlocks * (kBlocks - 1) / 2];    // blocks of L below them, see below()
   Square inverse[kBlocks];                      // inverses of the diagonal blocks, transposed
-  float total[kBlocks][kHead];                  // decay over a block
-  bf16 total16[kBlocks + 1][kHead];             // the same, rounded; of blocks 1 and 2 together
-  float own[kTokens];                           // q k of a token
-  float beta[kTokens];
-  float shift[kHead];  // rate times bias of the gate
 };
 // Index of block (I, J), I > J.
 __device__ __forceinline__ constexpr unsigned below(unsigned I, unsigned J) {
@@ -94,14 +120,41 @@ struct Piece {
 };
 
 struct Shared {
-  Stage stage[2];
+  Stage stage[kStages];
+  bf16 v[kTile / 2];       // v of the scanned chunk, then its o
+  bf16 A[kSquare];         // k_norm of its rows, the inverse, beta of its columns
+  bf16 A_qk[2][kSquare];   // of chunks in turn
+  bf16 reciprocal[kWide];  // k by the reciprocals of the rows' factors
+  Totals totals[2];        // of chunks in turn
   Scratch scratch;
-  uint64_t full[2], empty[2];
+  float shift[kHead];  // rate times bias of the gate
+  // of a stage: inputs loaded, decayed, coupled, scanned
+  uint64_t loaded[kStages], decayed[kStages], full[kStages], empty[kStages];
+  uint64_t values[2];    // halves of v loaded
+  uint64_t paired;       // reciprocal read
+  uint64_t transformed;  // A read
   Piece piece;
   int start, end;
 #ifdef FLAOP_FLASH_CLOCK
   uint32_t clocks[16][kClockSteps];
 #endif
+};
+
+static_assert(offsetof(Shared, v) % kTileAlignment == 0);
+static_assert(sizeof(Shared) + kTileAlignment <= 232448);
+
+// The stage of a chunk, and the parity of its phase.
+struct Turn {
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ Turn next() const {
+    return stage + 1 < kStages ? Turn{stage + 1, parity} : Turn{0, parity ^ 1};
+  }
+};
+
+// The tensors as TMA reads them: [B T, H, 128], in boxes of 64 tokens of one head by 64 channels.
+struct Maps {
+  CUtensorMap q, k, v, g;
 };
 
 __device__ __forceinline__ int bound(const flaop_flash_kda& p, int n) {
