@@ -121,7 +121,8 @@ __device__ __forceinline__ void couple_chunks(Shared& shared) {
     FLAOP_CLOCK_STEP(1);  // for the scan, and other warps
     forget(thread);
     pairs<OUTPUT, true, false>(shared, stage, A_qk, thread / 32, thread / 32, nullptr, thread % 32);
-    barrier_arrive_warp(&shared.paired, thread % 32);
+    barrier_arrive(&shared.paired);
+    __syncwarp();
     FLAOP_CLOCK_STEP(2);  // pairs of blocks with themselves
     forget(thread);
     invert_diagonal(shared.scratch, thread / 32, thread % 32);
@@ -142,7 +143,7 @@ __device__ __forceinline__ void couple_chunks(Shared& shared) {
     invert_column(shared.A, stage, shared.scratch, kBlocks - 1 - thread / 32, thread % 32);
     FLAOP_CLOCK_STEP(8);  // the inverse
     fence_async();
-    barrier_arrive_warp(&shared.full[turn.stage], thread % 32);
+    barrier_arrive(&shared.full[turn.stage]);
     turn = next;
     FLAOP_CLOCK_STEP(9);  // fence
   }

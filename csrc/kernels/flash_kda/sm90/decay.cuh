@@ -253,7 +253,7 @@ __device__ __forceinline__ void decay_chunks(const flaop_flash_kda& p, Shared& s
       FLAOP_CLOCK_STEP(2 + half);  // decays
     }
     fence_async();
-    barrier_arrive_warp(&shared.decayed[turn.stage], thread % 32);
+    barrier_arrive(&shared.decayed[turn.stage]);
     FLAOP_CLOCK_STEP(4);  // fence
   }
 }

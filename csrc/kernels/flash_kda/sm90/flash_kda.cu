@@ -65,16 +65,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (sequence >= p.N) return zero_outside(p, s, blockIdx.x - p.N * p.H * parts);
 
   if (threadIdx.x == 0) {
-    constexpr int kWarps = kWarpgroup / 32;
     for (int i = 0; i < kStages; ++i) {
       barrier_init(&s.loaded[i], 1);
-      barrier_init(&s.decayed[i], kWarps);
-      barrier_init(&s.full[i], kWarps);
-      barrier_init(&s.empty[i], 2 * kWarps);
+      barrier_init(&s.decayed[i], kWarpgroup);
+      barrier_init(&s.full[i], kWarpgroup);
+      barrier_init(&s.empty[i], 2 * kWarpgroup);
     }
     for (int i = 0; i < 2; ++i) barrier_init(&s.values[i], 1);
-    barrier_init(&s.paired, kWarps);
-    barrier_init(&s.transformed, 2 * kWarps);
+    barrier_init(&s.paired, kWarpgroup);
+    barrier_init(&s.transformed, 2 * kWarpgroup);
     fence_async();
     for (const CUtensorMap* map : {&maps.q, &maps.k, &maps.v, &maps.g}) prefetch_map(*map);
   }

@@ -52,12 +52,10 @@ __device__ __forceinline__ void barrier_expect(uint64_t* barrier, uint32_t bytes
       "r"(bytes)
       : "memory");
 }
-// One arrival of a warp, once all of it has come here.
-__device__ __forceinline__ void barrier_arrive_warp(uint64_t* barrier, unsigned lane) {
-  __syncwarp();
-  if (lane == 0)
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
-                 : "memory");
+// Every thread arrives: one for its warp is no faster, and would need the warp to meet before.
+__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+               : "memory");
 }
 // Waits for the end of the phase of this parity; that before the first has parity 1.
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {

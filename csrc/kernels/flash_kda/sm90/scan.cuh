@@ -143,7 +143,7 @@ __device__ __forceinline__ void scan(const flaop_flash_kda& p, const Maps& maps,
     wgmma_commit();
     wgmma_wait<0>();
     pin(y);
-    barrier_arrive_warp(&shared.transformed, lane);
+    barrier_arrive(&shared.transformed);
     FLAOP_CLOCK_STEP(3);  // V'
 
     uint32_t v_new[4][4];
@@ -184,7 +184,7 @@ __device__ __forceinline__ void scan(const flaop_flash_kda& p, const Maps& maps,
     wgmma_wait<0>();
     pin(S);
     if constexpr (OUTPUT) pin(o);
-    barrier_arrive_warp(&shared.empty[turn.stage], lane);
+    barrier_arrive(&shared.empty[turn.stage]);
     FLAOP_CLOCK_STEP(5);  // o, S
     if constexpr (OUTPUT) {
       // this warp's values were read from there above, by itself
