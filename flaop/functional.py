@@ -275,26 +275,28 @@ def flash_kda_fwd(
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi Delta Attention in one fused CUDA kernel, for inference under tight constraints.
 
-    The recurrence and the arguments are those of `flaop.kda`. The kernel is not part of this
-    version: every call raises NotImplementedError and says what else it lacks, and `flaop.kda`
-    never chooses it.
+    The recurrence and the arguments are those of `flaop.kda`, which chooses it where it serves.
+    Part of builds with nvcc; runs on compute capability 9.0.
 
     Args:
-        q, k, v, g: [B, T, H, 128]; q, k and v in bfloat16; beta: [B, T, H], any floating dtype.
+        q, k, v, g: [B, T, H, 128] in bfloat16; beta: [B, T, H], any floating dtype.
         use_gate_in_kernel, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, safe_gate: must
             be True, with lower_bound in [-5, 0).
         state_v_first: must be True if a state goes in or out.
         scale, initial_state, output_final_state, cu_seqlens, A_log, dt_bias, allow_neg_eigval: as
             in `flaop.kda`.
-        pieces: how many pieces a sequence is cut into; 0 chooses from shapes.
+        pieces: how many pieces of whole chunks of 64 tokens a sequence is cut into, which run side
+            by side and are joined exactly; 0 chooses from shapes and the GPU.
 
     Returns:
         o [B, T, H, 128] in bfloat16, and the final state [N, H, 128, 128] in float32, or None.
 
     Raises:
         NotImplementedError: the kernel cannot serve the call, or a gradient is needed.
+        ValueError, TypeError: as in `flaop.kda`.
 
-    Cost: one kernel.
+    Cost: one kernel and no workspace in one piece; in P pieces three kernels, and 64 KiB for each
+    of 2 P - 3 summaries of a sequence and head.
 
     Reference: Kimi Linear, arXiv:2510.26692.
 

@@ -40,6 +40,9 @@ def small(**kwargs):
     return kda_inputs(**{"H": 1, "K": 16, "V": 24, **kwargs})
 
 
+BUILT = bindings.FLASH_KDA_BUILT
+
+
 # The tensor-free choice
 
 
@@ -47,7 +50,8 @@ def small(**kwargs):
     "backend, needs, path",
     [
         ("auto", ["kernel", "short"], "fused_recurrent"),
-        ("auto", ["kernel", "long"], "chunk"),
+        ("auto", ["kernel", "long"], "flash_kda" if BUILT else "chunk"),
+        ("auto:fused_recurrent,chunk", ["kernel", "long"], "chunk"),
         ("auto", ["kernel", "short", "gradient"], "chunk"),
         ("auto", ["kernel", "long", "gradient"], "chunk"),
         ("auto:chunk", ["kernel", "short"], "chunk"),
@@ -58,7 +62,9 @@ def small(**kwargs):
         ("chunk", ["kernel", "short"], "chunk"),
         ("chunk@0.1", ["kernel", "short"], "chunk"),
         ("fused_recurrent", ["kernel", "long", "gradient"], "fused_recurrent"),
-        ("flash_kda", ["kernel", "long"], ""),
+        ("flash_kda", ["kernel", "long"], "flash_kda" if BUILT else ""),
+        ("flash_kda", ["kernel", "short"], "flash_kda" if BUILT else ""),
+        ("auto", ["kernel", "long", "grouped_heads"], "chunk"),
     ],
 )
 def test_choice(backend, needs, path):
@@ -77,7 +83,8 @@ def test_unknown_backends_are_refused(backend):
 
 
 def test_flash_kda_declines_each_feature_it_lacks():
-    lacking = set(bindings.features()) - {"long", "short"}
+    lacking = set(bindings.features()) - {"long", "short", "neg_eigval"}
+    lacking -= {"kernel"} if BUILT else set()
     for feature in lacking:
         path, sentences = bindings.decide("flash_kda", [feature])
         assert path == ""
@@ -90,7 +97,8 @@ def test_flash_kda_declines_each_feature_it_lacks():
 
 def test_python_knows_the_paths():
     assert _paths.PATHS == ("flash_kda", "fused_recurrent", "chunk")
-    assert flaop._paths.BACKEND == f"auto:fused_recurrent,chunk@{flaop.__version__}"
+    allowed = ("flash_kda," if BUILT else "") + "fused_recurrent,chunk"
+    assert flaop._paths.BACKEND == f"auto:{allowed}@{flaop.__version__}"
 
 
 # The dispatcher
@@ -156,13 +164,14 @@ def test_backend_is_restored_after_an_error():
 
 
 def test_a_path_that_cannot_serve_raises():
+    lacks = "the device is not a CUDA device" if BUILT else "kernel not built"
     for inputs in ({"backend": "flash_kda"}, {"backend": "auto:flash_kda"}):
-        with pytest.raises(ValueError, match="kernel not built"):
+        with pytest.raises(ValueError, match=lacks):
             flaop.kda(**small(T=70), **inputs)
     with flaop.backend("flash_kda"), pytest.raises(ValueError, match="flash_kda cannot serve"):
         flaop.kda(**small(T=70))
     inputs = {name: small(T=70)[name] for name in TENSORS}
-    with pytest.raises(NotImplementedError, match="kernel not built"):
+    with pytest.raises(NotImplementedError, match=lacks):
         flaop.flash_kda_fwd(**inputs)
 
 
@@ -187,6 +196,17 @@ def test_explain_gives_a_sentence_for_each_path_passed_over():
         assert "another path is forced" in flaop.explain(flaop.kda, **small(T=5)).passed_over[1]
 
 
+OTHER_DEVICE = "the device is not a CUDA device of compute capability 9.0"
+
+
+def flash_lacks(**inputs):
+    """Clauses of what the fused kernel lacks for a call."""
+    for sentence in flaop.explain(flaop.kda, **inputs).passed_over:
+        if sentence.startswith("flash_kda: "):
+            return set(sentence.removeprefix("flash_kda: ").split("; "))
+    return set()
+
+
 def flash_inputs(**changes):
     """A call on a fake CUDA device that has everything the fused kernel asks for but the device."""
     sizes = {
@@ -203,7 +223,7 @@ def flash_inputs(**changes):
         "q": q,
         "k": k,
         "v": torch.empty(1, 100, HV, V, dtype=dtype, device="cuda"),
-        "g": torch.empty(1, 100, HV, K, dtype=dtype, device="cuda"),
+        "g": torch.empty(1, 100, HV, K, dtype=changes.pop("g", dtype), device="cuda"),
         "beta": torch.empty(1, 100, HV, dtype=dtype, device="cuda"),
         "use_gate_in_kernel": True,
         "use_qk_l2norm_in_kernel": True,
@@ -221,10 +241,10 @@ def flash_inputs(**changes):
         ({"sizes": {"V": 64}}, "K = V = 128"),
         ({"sizes": {"HV": 4}}, "HV is not H"),
         ({"sizes": {"dtype": torch.float16}}, "not bfloat16"),
+        ({"g": torch.float32}, "not bfloat16"),
         ({"use_gate_in_kernel": False}, "use_gate_in_kernel is False"),
         ({"use_qk_l2norm_in_kernel": False}, "use_qk_l2norm_in_kernel is False"),
         ({"use_beta_sigmoid_in_kernel": False}, "use_beta_sigmoid_in_kernel is False"),
-        ({"allow_neg_eigval": True}, "allow_neg_eigval is True"),
         ({"safe_gate": False}, "no safe_gate with lower_bound in [-5, 0)"),
         ({"lower_bound": None}, "no safe_gate with lower_bound in [-5, 0)"),
         ({"lower_bound": -6.0}, "no safe_gate with lower_bound in [-5, 0)"),
@@ -233,11 +253,17 @@ def flash_inputs(**changes):
 )
 def test_flash_kda_predicate(changes, clause):
     with FakeTensorMode():
-        ideal = flaop.explain(flaop.kda, **flash_inputs()).passed_over[0]
-        changed = flaop.explain(flaop.kda, **flash_inputs(**changes)).passed_over[0]
-    assert "kernel not built" in ideal and clause not in ideal
-    assert clause in changed
-    assert changed.count("; ") == ideal.count("; ") + 1
+        ideal = flash_lacks(**flash_inputs())
+        changed = flash_lacks(**flash_inputs(**changes))
+    assert ideal <= {"kernel not built", OTHER_DEVICE}
+    (added,) = changed - ideal
+    assert clause in added
+
+
+def test_flash_kda_takes_negative_eigenvalues():
+    with FakeTensorMode():
+        lacks = flash_lacks(**flash_inputs(allow_neg_eigval=True))
+    assert lacks <= {"kernel not built", OTHER_DEVICE}
 
 
 def test_supports():

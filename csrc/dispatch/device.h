@@ -6,4 +6,7 @@ namespace flaop::dispatch {
 // 10 * major + minor of a device, or 0 if there is no driver or no such device. Cached.
 int compute_capability(int device);
 
+// Multiprocessors of a device, or 0. Cached.
+int multiprocessors(int device);
+
 }  // namespace flaop::dispatch

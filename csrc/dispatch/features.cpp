@@ -15,7 +15,7 @@ constexpr Text kText[] = {
     {"short", "a short call (at most 64 tokens; packed: 64 per sequence and 1024 in all)"},
     {"gradient", "a gradient is needed"},
     {"other_device", "the device is not a CUDA device of compute capability 9.0"},
-    {"other_dtype", "q, k and v are not bfloat16"},
+    {"other_dtype", "q, k, v and g are not bfloat16"},
     {"other_heads", "the head sizes are not K = V = 128"},
     {"grouped_heads", "HV is not H"},
     {"given_gate", "use_gate_in_kernel is False"},

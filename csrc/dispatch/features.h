@@ -14,7 +14,7 @@ enum class Feature : uint8_t {
   kShort,         // at most that many
   kGradient,      // grad mode, and an input requires grad
   kOtherDevice,   // not a CUDA device of compute capability 9.0
-  kOtherDtype,    // q, k, v not bfloat16
+  kOtherDtype,    // q, k, v or g not bfloat16
   kOtherHeads,    // K or V not 128
   kGroupedHeads,  // HV != H
   kGivenGate,     // g computed by the caller

@@ -27,7 +27,7 @@ const char* path_name(Path path) { return kNames[static_cast<size_t>(path)]; }
 FeatureSet path_offer(Path path) {
   if (path == Path::kRecurrent) return FeatureSet::all();
   if (path == Path::kChunk) return FeatureSet::all().without({Feature::kValueGate});
-  FeatureSet offer{Feature::kLong, Feature::kShort};
+  FeatureSet offer{Feature::kLong, Feature::kShort, Feature::kNegEigval};
   offer.add_if(kFlashBuilt, Feature::kKernel);
   return offer;
 }

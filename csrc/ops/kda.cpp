@@ -2,6 +2,7 @@
 // fakes are registered by flaop/ops/kda.py.
 #include "../dispatch/device.h"
 #include "dispatcher.h"
+#include "flash.h"
 #include "formula.h"
 
 namespace flaop {
@@ -54,7 +55,8 @@ enum Arg : size_t {
   kSplitSize,
   kDisableRecompute,
   kChunkCount,
-  kBackend = kChunkCount
+  kBackend = kChunkCount,
+  kPieces = kSharedCount  // of flash_kda_fwd
 };
 
 class Arguments : public CallView {
@@ -74,7 +76,8 @@ class Arguments : public CallView {
         q().device().is_cuda() &&
         dispatch::compute_capability(q().device().index()) == dispatch::kFlashCapability;
     needs.add_if(!on_target, Feature::kOtherDevice);
-    needs.add_if(q().scalar_type() != at::kBFloat16, Feature::kOtherDtype);
+    needs.add_if(q().scalar_type() != at::kBFloat16 || tensor(kG).scalar_type() != at::kBFloat16,
+                 Feature::kOtherDtype);
     const c10::SymBool head_sizes = q().sym_size(3)
                                         .sym_eq(dispatch::kFlashHeadSize)
                                         .sym_and(v().sym_size(3).sym_eq(dispatch::kFlashHeadSize));
@@ -131,12 +134,37 @@ void explain_kda(const c10::OperatorHandle& op, Stack* stack) {
   return_decision(op, stack, dispatch::decide(arguments.backend(), needs));
 }
 
-// The CPU and the CUDA kernel of an op whose kernel is not part of this version.
-void flash_kda_not_built(const c10::OperatorHandle& op, Stack* stack) {
+// What the fused kernel lacks for a call is an error here: nothing chose it but the caller.
+void flash_kda_fwd(const c10::OperatorHandle& op, Stack* stack) {
+  const Arguments arguments(op, *stack);
   FeatureSet needs{Feature::kKernel};
-  Arguments(op, *stack).add_inference_needs(needs);
-  TORCH_CHECK_NOT_IMPLEMENTED(false, "flaop::flash_kda_fwd cannot serve this call: ",
-                              dispatch::missing(needs, dispatch::path_offer(Path::kFlash)));
+  arguments.add_inference_needs(needs);
+  const FeatureSet offer = dispatch::path_offer(Path::kFlash);
+  TORCH_CHECK_NOT_IMPLEMENTED(offer.covers(needs), "flaop::flash_kda_fwd cannot serve this call: ",
+                              dispatch::missing(needs, offer));
+  const auto optional = [&](Arg arg) {
+    return arguments.at(arg).isNone() ? Tensor() : arguments.tensor(arg);
+  };
+  FlashKdaCall call{
+      arguments.tensor(kQ),
+      arguments.tensor(kK),
+      arguments.tensor(kV),
+      arguments.tensor(kG),
+      arguments.tensor(kBeta),
+      optional(kInitialState),
+      optional(kCuSeqlens),
+      optional(kALog),
+      optional(kDtBias),
+      arguments.at(kScale).toOptional<double>(),
+      arguments.at(kLowerBound).toDouble(),
+      arguments.at(kOutputFinalState).toBool(),
+      arguments.at(kNegEigval).toBool(),
+      arguments.at(kPieces).toInt(),
+  };
+  auto [o, final_state] = flash_kda(std::move(call));
+  torch::jit::drop(*stack, op.schema().arguments().size());
+  stack->emplace_back(std::move(o));
+  stack->emplace_back(std::move(final_state));
 }
 
 }  // namespace
@@ -228,8 +256,8 @@ TORCH_LIBRARY_IMPL(flaop, AutocastCUDA, m) {
 }
 
 TORCH_LIBRARY_IMPL(flaop, CPU, m) {
-  m.impl("flash_kda_fwd", flaop::boxed<&flaop::flash_kda_not_built>());
+  m.impl("flash_kda_fwd", flaop::boxed<&flaop::flash_kda_fwd>());
 }
 TORCH_LIBRARY_IMPL(flaop, CUDA, m) {
-  m.impl("flash_kda_fwd", flaop::boxed<&flaop::flash_kda_not_built>());
+  m.impl("flash_kda_fwd", flaop::boxed<&flaop::flash_kda_fwd>());
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from flaop.bench import decay_suite, decode_suite, delta_suite, plot, report, suites
+from flaop.bench import decay_suite, decode_suite, delta_suite, flash_suite, plot, report, suites
 from flaop.bench.case import DTYPES, GATES, MODES, PRESETS, Case, parse_shape
 from flaop.bench.contenders import PEERS
 from flaop.bench.families import ATTENTION, GATE_KINDS, OPS, POOL_OPS, family
@@ -23,6 +23,7 @@ JUDGED = {
     "decay": (decay_suite.decay, decay_suite.judge_decay),
     "delta": (delta_suite.delta, delta_suite.judge_delta),
     "decode": (decode_suite.decode, decode_suite.judge_decode),
+    "flash": (flash_suite.flash, flash_suite.judge_flash),
 }
 SUITES = (*JUDGED, "crossover")
 

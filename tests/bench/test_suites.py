@@ -12,6 +12,7 @@ from flaop.bench.contenders import load
 from flaop.bench.decay_suite import DECAY_TARGETS, decay, gate_cost, judge_decay, state_bytes
 from flaop.bench.decode_suite import DECODE_TARGETS, decode, judge_decode, step_label
 from flaop.bench.delta_suite import DELTA_TARGETS, delta, judge_delta
+from flaop.bench.flash_suite import FLASH_TARGETS
 from flaop.bench.runner import new_record
 from flaop.bench.suites import (
     FOUNDATION_TARGETS,
@@ -62,6 +63,7 @@ def test_every_case_is_right_at_a_small_size(suite):
         ("decay", DECAY_TARGETS),
         ("delta", DELTA_TARGETS),
         ("decode", DECODE_TARGETS),
+        ("flash", FLASH_TARGETS),
     ],
 )
 def test_every_target_is_of_a_case(suite, targets):
