@@ -299,6 +299,7 @@ class CapturedDecoder:
                     run()
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._memory):
+            # by default torch takes one stream for all graphs, that of the first one's device
+            with torch.cuda.graph(graph, pool=self._memory, stream=side):
                 run()
         return graph.replay

@@ -147,7 +147,7 @@ def graph(work: Work, device: torch.device, budget: Budget, warm: bool = False) 
     torch.cuda.current_stream(device).wait_stream(side)
     torch.cuda.synchronize(device)
     captured, kept = torch.cuda.CUDAGraph(), []
-    with torch.cuda.graph(captured):
+    with torch.cuda.graph(captured, stream=side):
         for index in range(calls):
             result = work.run(0 if warm else index)
             kept = [result] if warm else [*kept, result]

@@ -101,8 +101,11 @@ def test_M03_capture_on_the_second_gpu(fn):
         flaop.warmup(fn, **inputs)
         before = torch.cuda.memory_stats(0).get("allocation.all.allocated", 0)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # not torch.cuda.graph: the stream of its first use in a process serves all later ones
+        with torch.cuda.stream(torch.cuda.Stream()):
+            graph.capture_begin()
             o, _ = fn(**inputs)
+            graph.capture_end()
         graph.replay()
     assert torch.cuda.memory_stats(0).get("allocation.all.allocated", 0) == before
     assert relative_error(o, kda_oracle(**inputs)[0]) < 1e-4

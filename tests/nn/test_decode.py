@@ -359,6 +359,18 @@ def test_captured_batches(kind):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_captured_on_each_gpu():
+    """One after the other in a process, neither of them on the other's stream."""
+    for device in ("cuda:1", "cuda:0"):
+        model = make_model(device, "kda", "attention")
+        pool = make_pool(model)
+        with torch.cuda.device(device):
+            decoder = CapturedDecoder(model, pool, (4,))
+            check_run(model, decoder, pool.allocate(3), packed=True)
+
+
+@pytest.mark.gpu
 def test_captured_with_few_live_rows():
     """Batch 8 captured; replays with 8, 3 and no live rows leave all other slots as they were."""
     model = make_model("cuda", "kda", "gdn", "mamba2", "attention")
