@@ -3,6 +3,7 @@
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -24,20 +25,25 @@ def python(code, **environment):
     return run.stdout
 
 
-def test_P01_undefined_symbols_are_none_of_cuda_internals():
-    """The extension of a CPU build must load anywhere: no symbol of c10::cuda, no Python."""
-    import shutil
-
+def symbols(kind):
     if shutil.which("nm") is None:
         pytest.skip("needs nm")
-    names = subprocess.run(
-        ["nm", "-D", "--undefined-only", str(ROOT / "_C.so")],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    command = ["nm", "-D", kind, str(ROOT / "_C.so")]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_P01_undefined_symbols_are_none_of_cuda_internals():
+    """The extension of a CPU build must load anywhere: no symbol of c10::cuda, no Python."""
+    names = symbols("--undefined-only")
     assert "c10" in names
     assert not re.search(r"\bPy[A-Z]|N3c104cuda|N2at4cuda", names)
+
+
+def test_P01_a_static_standard_library_is_private():
+    """Beside torch's, its locales would print no number in an error message, or crash."""
+    names = symbols("--defined-only")
+    assert "flaop" in names
+    assert not re.search(r"St6locale|St7codecvt", names)
 
 
 def test_P02_the_build_without_nvcc_says_so():
