@@ -14,6 +14,7 @@ from flaop.testing import (
     kda_oracle,
     pairwise,
     relative_error,
+    worst_error,
 )
 from flaop.testing.bitwise import with_other_tokens
 from flaop.testing.compilation import Compiled
@@ -121,10 +122,13 @@ def test_long_sequences(T, H, gates):
     expected = long_loop(inputs)
     chunked = flaop.chunk_kda(**inputs)  # rounds as the budget reference does
     for pieces in (0, 1, 5):
-        for got, other, want in zip(
-            flaop.flash_kda_fwd(**inputs, pieces=pieces), chunked, expected, strict=True
-        ):
+        for got, other, want, rows in zip(
+            flaop.flash_kda_fwd(**inputs, pieces=pieces), chunked, expected,
+            ((0, 1, 2), (0, 1)), strict=True,
+        ):  # fmt: skip
             assert_within_budget("o or state", got, want, other, torch.bfloat16)
+            # one wrong row among so many would not show; small rows count by the size of the whole
+            assert worst_error(got, want, rows, floor=1.0) < 3e-2
 
 
 @pytest.mark.slow
